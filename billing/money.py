@@ -1,0 +1,144 @@
+"""The only arithmetic on money. Integers and fractions, never a float.
+
+A price is a whole number of nano-units of currency per million tokens; tokens x price is then a whole
+number of femto-units (1e-15 of a unit: 1 USD = 10**15 femto). What is not whole is a `Fraction` until
+the one rounding, half-even to the currency's minor unit, when an invoice line closes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation, localcontext
+from fractions import Fraction
+
+NANO = 10**9
+FEMTO = 10**15
+
+MINOR_DIGITS = {  # ISO 4217, the currencies Stripe bills in whole, hundredth and thousandth units
+    "usd": 2,
+    "eur": 2,
+    "gbp": 2,
+    "chf": 2,
+    "cad": 2,
+    "aud": 2,
+    "nzd": 2,
+    "sek": 2,
+    "nok": 2,
+    "dkk": 2,
+    "pln": 2,
+    "czk": 2,
+    "inr": 2,
+    "brl": 2,
+    "mxn": 2,
+    "sgd": 2,
+    "hkd": 2,
+    "zar": 2,
+    "ils": 2,
+    "aed": 2,
+    "jpy": 0,
+    "krw": 0,
+    "clp": 0,
+    "vnd": 0,
+    "kwd": 3,
+    "bhd": 3,
+    "jod": 3,
+    "omr": 3,
+    "tnd": 3,
+}
+
+
+class MoneyError(ValueError):
+    """A text that is not an exact amount, or an unknown currency."""
+
+
+def minor_digits(currency: str) -> int:
+    """Digits after the point in the currency's minor unit. Raises `MoneyError` on an unknown currency."""
+    try:
+        return MINOR_DIGITS[currency]
+    except KeyError:
+        raise MoneyError(f"unknown currency {currency!r}") from None
+
+
+def _scaled(text: str, scale: int, digits: int) -> int:
+    if not isinstance(text, str):
+        raise MoneyError("money is written as a decimal string")
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        raise MoneyError(f"{text!r} is not a decimal number") from None
+    if not value.is_finite() or len(text) > 64 or abs(value.adjusted()) > 30:
+        raise MoneyError(f"{text!r} is not a decimal number in range")
+    with localcontext(prec=120):
+        scaled = value * scale
+        if scaled != scaled.to_integral_value():
+            raise MoneyError(f"{text!r} has more than {digits} digits after the point")
+        return int(scaled)
+
+
+def parse_price(text: str) -> int:
+    """Price per million tokens as text → nano-units per million tokens. At most 9 decimals, not negative."""
+    nano = _scaled(text, NANO, 9)
+    if nano < 0:
+        raise MoneyError("a price is not negative")
+    return nano
+
+
+def parse_amount(text: str) -> int:
+    """Amount as text → femto-units. At most 15 decimals."""
+    return _scaled(text, FEMTO, 15)
+
+
+def _decimal_text(value: int, digits: int, keep: int) -> str:
+    sign, whole = ("-" if value < 0 else ""), str(abs(value)).rjust(digits + 1, "0")
+    point = len(whole) - digits
+    fraction = whole[point:].rstrip("0").ljust(keep, "0")
+    return f"{sign}{whole[:point]}{'.' + fraction if fraction else ''}"
+
+
+def format_price(nano: int) -> str:
+    """Nano-units per million tokens → exact decimal text, never in exponent form."""
+    return _decimal_text(nano, 9, 2)
+
+
+def format_amount(femto: int) -> str:
+    """Femto-units → exact decimal text, at least two decimals."""
+    return _decimal_text(femto, 15, 2)
+
+
+def format_minor(minor: int, currency: str) -> str:
+    """Minor units (cents) → decimal text in the currency's own number of digits."""
+    digits = minor_digits(currency)
+    return _decimal_text(minor, digits, digits)
+
+
+def cost(tokens: int, price_nano: int) -> int:
+    """Tokens × price → femto-units, exact."""
+    return tokens * price_nano
+
+
+def round_half_even(femto: int | Fraction, currency: str) -> int:
+    """Femto-units → minor units, half to even: the one rounding."""
+    unit: int = 10 ** (15 - minor_digits(currency))
+    return round(Fraction(femto) / unit)
+
+
+def minor_to_femto(minor: int, currency: str) -> int:
+    """Minor units → femto-units, exact."""
+    unit: int = 10 ** (15 - minor_digits(currency))
+    return minor * unit
+
+
+def allocate(parts_femto: Sequence[int | Fraction], currency: str) -> list[int]:
+    """Round every part to minor units so that they sum to the rounded exact total (largest remainder).
+
+    Ties go to the earlier part, so the result depends on nothing but the input.
+    """
+    unit = 10 ** (15 - minor_digits(currency))
+    exact = [Fraction(part) / unit for part in parts_femto]
+    floors = [math.floor(part) for part in exact]
+    short = round(sum(exact, Fraction(0))) - sum(floors)
+    by_remainder = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
+    for i in by_remainder[:short]:
+        floors[i] += 1
+    return floors

@@ -1,0 +1,236 @@
+"""The words the rooms share about a request's life in the engine.
+
+Knows: what a request is, what a step reports, how a request can end. Does not know: torch, tenants'
+money, HTTP. Every struct here crosses the process border between gateway and engine as msgpack, so
+fields are plain and the layout is part of the protocol of `engine.process`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class EngineError(Exception):
+    """Root of what the engine tells its callers; the text may be shown to a client."""
+
+
+class EngineBusy(EngineError):
+    """The admission queue is at its limit; nothing was computed."""
+
+
+class EngineUnavailable(EngineError):
+    """No engine process is up to take the request, or it died under it."""
+
+
+class PromptTooLong(EngineError):
+    """Prompt and the tokens asked for do not fit `max_model_len` or the KV cache."""
+
+
+class AdapterRejected(EngineError):
+    """The adapter cannot be served; the text names the reason and never a path."""
+
+
+class AdapterUnknown(EngineError):
+    """The request names an adapter that is not loaded."""
+
+
+class Finish(StrEnum):
+    """Why a choice (or a whole request) ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token id or stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    QUOTA = "quota"  # the token ceiling, made final by the gateway: the money ended
+    ABORT = "abort"  # the gateway asked for it (client gone, deadline, shutdown)
+    ERROR = "error"  # this request alone could not go on
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Defaults are OpenAI's; `validate` collects every fault."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
+    skip_special_tokens: bool = True
+
+    def validate(self, vocab_size: int | None = None) -> list[tuple[str, str]]:
+        """All faults as (field, reason); empty when the parameters can be served."""
+        checks = [
+            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must lie between 0 and max_tokens"),
+            ("temperature", 0.0 <= self.temperature <= 2.0, "must lie between 0 and 2"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must lie between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be above 0 and at most 10"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must lie between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must lie between -2 and 2"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit 64 bits"),
+            (
+                "stop",
+                len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
+                "at most 16 non-empty strings of at most 256 characters",
+            ),
+            ("stop_token_ids", len(self.stop_token_ids) <= 64, "at most 64 ids"),
+            ("logit_bias", len(self.logit_bias) <= 1024, "at most 1024 entries"),
+            (
+                "logit_bias",
+                all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
+                "values must lie between -100 and 100",
+            ),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "must lie between 0 and 20"),
+        ]
+        faults = [(field, reason) for field, holds, reason in checks if not holds]
+        if vocab_size is not None:
+            faults += [
+                (field, "names a token id outside the vocabulary")
+                for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
+                if any(not 0 <= token < vocab_size for token in ids)
+            ]
+        return faults
+
+
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One load of one adapter. A new load of the same name is a new `id`, so nothing is shared by name."""
+
+    id: str  # uuid of this load
+    name: str  # for messages only
+    path: str  # folder with adapter_config.json and adapter_model.safetensors
+    digest: str = ""  # sha256 hex of the content; what the prefix cache is keyed by
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine found in an adapter's folder."""
+
+    id: str
+    digest: str
+    rank: int
+    targets: tuple[str, ...]
+    nbytes: int
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: a prompt, how to sample it, `n` choices, and the tokens it may not exceed."""
+
+    id: str  # UUIDv7 text, minted once at the gateway's door; also the usage event's id
+    prompt: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    adapter: AdapterRef | None = None
+    tenant: str = ""  # who shares cache with whom: only requests of one tenant, adapter content and salt
+    cache_salt: str = ""
+    token_ceiling: int | None = None  # completion tokens over all choices; None: no ceiling
+    ceiling_final: bool = False  # False: at the ceiling the request pauses until it is raised or made final
+
+
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What was done for one request so far; cumulative, the sole source of usage, metrics and bill.
+
+    `cached <= prompt`, `reasoning <= completion`. With n > 1 prompt and cached are counted once.
+    `recomputed` (after preemption) and `rejected` (drafts) are ours to pay and never billed.
+    """
+
+    prompt: int = 0  # prompt tokens computed or reused so far
+    cached: int = 0  # of these, reused from the prefix cache
+    completion: int = 0  # tokens sampled, over all choices
+    reasoning: int = 0  # of these, reasoning
+    recomputed: int = 0
+    rejected: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token with its log-probability and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What one step added to one choice. `text` is what can no longer be part of a stop string."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish: Finish | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that matched
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """All that one step did for one request. `finished` is true in exactly one, its last."""
+
+    request_id: str
+    counts: TokenCounts
+    deltas: list[ChoiceDelta]
+    finished: bool = False
+    finish: Finish | None = None  # set with `finished`; of the request as a whole
+    error: str | None = None  # set with Finish.ERROR
+    queue_us: int = 0  # time in the waiting queue before the first computed token
+    paused: bool = False  # the token ceiling is reached and not final: the gateway must answer
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges, and counters that grow from the start of this engine process (a restart begins at 0)."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    preemptions_total: int = 0
+    prefix_queries_total: int = 0  # prompt tokens looked up, first admission only
+    prefix_hits_total: int = 0  # of these, found
+    steps_total: int = 0
+    busy_us_total: int = 0
+    adapters_loaded: int = 0
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The one message an engine step sends for all its streams."""
+
+    step: int
+    updates: list[Update]
+    stats: EngineStats
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine process is built. Sizes in tokens, blocks and bytes as named."""
+
+    model: str  # folder with config.json, tokenizer and safetensors
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None  # None: the model's own
+    max_waiting: int = 1024
+    kv_cache_bytes: int | None = None  # None: memory_utilization decides
+    memory_utilization: float = 0.3  # of the memory free at start
+    max_adapters: int = 16
+    max_lora_rank: int = 64
+    threads: int | None = None  # None: torch's own
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine serves, told once it is up."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
