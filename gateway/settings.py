@@ -1,0 +1,271 @@
+"""Every setting of the server: its name, default, meaning, and where its value came from.
+
+Knows: defaults < `meterhouse.toml` < `METERHOUSE_*` < flags, and which values are secrets. Does not know what a
+setting does. An unknown key in the file or an unknown `METERHOUSE_*` variable is an error: a misspelt limit that
+is silently ignored would be found on an invoice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "METERHOUSE_"
+TEST_PREFIX = "METERHOUSE_TEST_"  # belongs to the test-suite, never to a server
+CONFIG_VARIABLE = "METERHOUSE_CONFIG"
+CONFIG_FILE = "meterhouse.toml"
+FOREIGN_VARIABLES = {"STRIPE_API_KEY": "stripe_api_key", "STRIPE_API_BASE": "stripe_api_base"}
+SECRETS = frozenset({"admin_key", "stripe_api_key"})
+REDACTED = "***"
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or has a value that cannot be used; the text is one clear sentence."""
+
+
+def _cache_dir() -> Path:
+    return Path.home() / ".cache" / "meterhouse"
+
+
+Port = Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")]
+Positive = Meta(ge=1)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration. Units stand last in the names; `None` means what the description says."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Port = 8000
+    data_dir: Annotated[Path, Meta(description="folder of everything this server keeps")] = Path("data")
+    cache_dir: Annotated[Path, Meta(description="folder of converted models, shared by servers")] = msgspec.field(
+        default_factory=_cache_dir
+    )
+    model: Annotated[str, Meta(description="`default`, a Hugging Face folder, a GGUF file or a hub name")] = "default"
+    demo: Annotated[bool, Meta(description="make two demo tenants with keys, prices and credit on first start")] = False
+
+    admin_key: Annotated[str | None, Meta(description="bearer key of the admin API; unset: made on first start")] = None
+    clickhouse_url: Annotated[str | None, Meta(description="usage store; unset: chDB in the data folder")] = None
+    ledger_url: Annotated[str | None, Meta(description="ledger; unset: SQLite in the data folder")] = None
+    stripe_api_key: Annotated[str | None, Meta(description="key for invoice export; unset: export is refused")] = None
+    stripe_api_base: Annotated[str | None, Meta(description="other address of the Stripe API, for tests")] = None
+
+    device: Annotated[str, Meta(description="auto, cpu or cuda")] = "auto"
+    dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
+    threads: Annotated[int | None, Meta(ge=1, description="CPU threads of the engine; unset: all")] = None
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV-cache block")] = 16
+    kv_cache_bytes: Annotated[
+        int | None, Meta(ge=1 << 20, description="size of the KV cache; unset: a share of free memory")
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences computed together")] = 32
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, description="token budget of one engine step")] = 512
+    max_model_len: Annotated[int | None, Meta(ge=16, description="longest context; unset: the model's own")] = None
+    max_waiting: Annotated[int, Meta(ge=1, description="requests that may queue in the engine")] = 1024
+    max_adapters: Annotated[int, Meta(ge=0, description="LoRA adapters loaded at once")] = 16
+    max_lora_rank: Annotated[int, Meta(ge=1, description="largest LoRA rank")] = 64
+
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8 << 20
+    max_n: Annotated[int, Meta(ge=1, le=128, description="largest `n` of a request")] = 16
+    max_prompts: Annotated[int, Meta(ge=1, le=1024, description="most prompts in one completions request")] = 32
+    max_open_requests: Annotated[int, Meta(ge=1, description="requests in flight before 503 is answered")] = 1024
+    request_timeout_s: Annotated[float, Meta(gt=0, description="longest a request may take")] = 600.0
+    abort_timeout_s: Annotated[float, Meta(gt=0, description="wait for the engine's last word on a cut request")] = 30.0
+    write_timeout_s: Annotated[float, Meta(gt=0, description="a client that reads nothing this long is cut")] = 30.0
+    keepalive_s: Annotated[float, Meta(gt=0, description="silence on a stream before a keep-alive comment")] = 15.0
+    drain_s: Annotated[float, Meta(ge=0, description="time running streams get to finish at shutdown")] = 20.0
+    ceiling_stretch: Annotated[int, Meta(ge=1, description="completion tokens held ahead for each choice")] = 64
+    ready_cache_s: Annotated[float, Meta(ge=0, description="how long a readiness probe's result stands")] = 5.0
+
+    spool_max_bytes: Annotated[int, Meta(ge=1 << 20, description="settlements kept before 503 is answered")] = 1 << 30
+    journal_max_bytes: Annotated[int, Meta(ge=1 << 16, description="size of one journal segment")] = 16 << 20
+    idempotency_max_bytes: Annotated[int, Meta(ge=1 << 16, description="answers kept for retries")] = 256 << 20
+    idempotency_ttl_s: Annotated[int, Meta(ge=1, description="how long an Idempotency-Key is remembered")] = 86_400
+
+    gateway_id: Annotated[str, Meta(min_length=1, max_length=64, description="this server's name in events")] = "gw0"
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    log_format: Annotated[str, Meta(description="auto, json or console; auto: console on a terminal")] = "auto"
+
+    @property
+    def clickhouse(self) -> str:
+        """URL of the usage store."""
+        return self.clickhouse_url or f"chdb://{self.data_dir.absolute() / 'clickhouse'}"
+
+    @property
+    def ledger(self) -> str:
+        """URL of the ledger's database."""
+        return self.ledger_url or f"sqlite:///{self.data_dir.absolute() / 'ledger.sqlite3'}"
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.data_dir / "spool"
+
+    @property
+    def journal_dir(self) -> Path:
+        return self.data_dir / "journal"
+
+    @property
+    def adapters_dir(self) -> Path:
+        return self.data_dir / "adapters"
+
+    @property
+    def admin_key_file(self) -> Path:
+        return self.data_dir / "admin.key"
+
+    @property
+    def base_url(self) -> str:
+        """Where a client on this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    def __repr__(self) -> str:
+        """All values, secrets and passwords in URLs redacted."""
+        pairs = (f"{name}={value!r}" for name, value in self.shown().items())
+        return f"Settings({', '.join(pairs)})"
+
+    def shown(self) -> dict[str, Any]:
+        """Name → value as it may be printed or logged."""
+        return {name: _redact(name, getattr(self, name)) for name in self.__struct_fields__}
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting, described for the command line and the documentation."""
+
+    name: str
+    type: type  # str, int, float, bool or Path
+    optional: bool
+    default: Any
+    description: str
+    secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+
+def fields() -> list[Field]:
+    """Every setting in order of declaration."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return [_field(field, hints[field.name]) for field in msgspec.structs.fields(Settings)]
+
+
+def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
+    assert get_origin(hint) is Annotated, field.name
+    inner, meta = get_args(hint)[:2]
+    members = [member for member in (get_args(inner) or (inner,)) if member is not type(None)]
+    default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    return Field(
+        name=field.name,
+        type=members[0],
+        optional=len(members) < len(get_args(inner) or (inner,)),
+        default=default,
+        description=meta.description or "",
+        secret=field.name in SECRETS,
+    )
+
+
+def _redact(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in SECRETS:
+        return REDACTED
+    if name.endswith("_url"):
+        value = re.sub(r"(?<=://)[^/]*@", f"{REDACTED}@", value)
+        return re.sub(r"(?<=password=)[^&]*", REDACTED, value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> Settings:
+    """Settings from all four sources; `flags` that are `None` were not given.
+
+    The file is `config`, else `METERHOUSE_CONFIG`, else `meterhouse.toml` in the working directory if there is one.
+    Raises `SettingsError`, naming the source and the setting, on anything unknown or of the wrong kind.
+    """
+    environ = os.environ if environ is None else environ
+    names = set(Settings.__struct_fields__)
+    values: dict[str, Any] = {}
+    for source, found in (
+        _from_file(config, environ),
+        ("the environment", _from_environment(environ, names)),
+        ("the command line", {name: value for name, value in (flags or {}).items() if value is not None}),
+    ):
+        for name, value in found.items():
+            if name not in names:
+                raise SettingsError(f"{source} has an unknown setting {name!r}")
+            values[name] = _convert(source, name, value)
+    return Settings(**values)
+
+
+def _from_file(config: Path | None, environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    named = config or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
+    path = named or Path(CONFIG_FILE)
+    if named is None and not path.is_file():
+        return str(path), {}
+    try:
+        return str(path), tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
+
+
+def _from_environment(environ: Mapping[str, str], names: set[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        own: environ[foreign] for foreign, own in FOREIGN_VARIABLES.items() if environ.get(foreign)
+    }
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name not in names:
+            raise SettingsError(f"unknown variable {variable}: there is no setting of that name")
+        if text:
+            found[name] = text
+    return found
+
+
+def _convert(source: str, name: str, value: Any) -> Any:
+    hint = get_type_hints(Settings, include_extras=True)[name]
+    try:
+        if value is None:
+            raise msgspec.ValidationError("it has no value")
+        converted = msgspec.convert(value, hint, strict=not isinstance(value, str), dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{source}: {name}: {error}") from None
+    return _checked(source, name, converted)
+
+
+_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("auto", "json", "console"),
+}
+
+
+def _checked(source: str, name: str, value: Any) -> Any:
+    choices = _CHOICES.get(name)
+    if choices and value not in choices:
+        raise SettingsError(f"{source}: {name}: must be one of {', '.join(choices)}")
+    if name in SECRETS and (not value.strip() or value != value.strip()):
+        raise SettingsError(f"{source}: {name}: must not be blank or have spaces around it")
+    return value
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value).expanduser()
+    raise NotImplementedError(kind)
