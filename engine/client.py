@@ -7,10 +7,12 @@ runs against both.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from engine.types import AdapterInfo, AdapterRef, EngineStats, ModelInfo, Request, StepOutput, Update
+from engine.types import AdapterInfo, AdapterRef, EngineError, EngineStats, ModelInfo, Request, StepOutput, Update
 
 StepHook = Callable[[StepOutput], None]
 """Called once per step on the event loop, before any of its updates reaches a stream."""
@@ -66,3 +68,51 @@ class Engine(Protocol):
     async def unload_adapter(self, adapter_id: str) -> None:
         """Return when the last request that uses it has ended; new ones get `AdapterUnknown` at once."""
         ...
+
+
+class UpdateStream:
+    """The updates of one request, in order, for one reader; both engines hand it out.
+
+    What was pushed before a failure is still delivered before the failure is raised: its counts were
+    shown to `on_step`. Belongs to one event loop; nothing here is thread-safe.
+    """
+
+    __slots__ = ("_error", "_finished", "_pushed", "_waiter")
+
+    def __init__(self) -> None:
+        self._pushed: deque[Update] = deque()
+        self._error: EngineError | None = None
+        self._finished = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, update: Update) -> None:
+        self._pushed.append(update)
+        self._finished = update.finished
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End the stream with an error; nothing may be pushed after it."""
+        self._error = error
+        self._finished = True
+        self._wake()
+
+    def __aiter__(self) -> UpdateStream:
+        return self
+
+    async def __anext__(self) -> Update:
+        while not self._pushed:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._finished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._pushed.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
