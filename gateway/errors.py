@@ -14,6 +14,7 @@
     ├── UnsupportedMediaType     415     invalid_request_error   unsupported_media_type
     ├── RateLimited              429     requests | tokens       rate_limit_exceeded
     ├── InternalError            500     server_error            internal_error
+    ├── BadGateway               502     server_error            payment_provider_error
     ├── Unavailable              503     server_error            unavailable
     └── DeadlineExceeded         504     server_error            deadline_exceeded
 
@@ -134,6 +135,12 @@ class InternalError(ApiError):
     status, type, code = 500, "server_error", "internal_error"
 
 
+class BadGateway(ApiError):
+    """The payment provider refused or did not answer."""
+
+    status, type, code = 502, "server_error", "payment_provider_error"
+
+
 class Unavailable(ApiError):
     """Not now; `retry-after` says when to try again."""
 
@@ -165,8 +172,8 @@ def api_error(error: BaseException) -> ApiError:
     return InternalError("The server failed to handle the request; its log has the cause under the request id.")
 
 
-def _invalid(error: Any) -> ApiError:
-    return BadRequest(f"{error.field}: {error.reason}", param=error.field, code="invalid_value")
+def _invalid(error: billing.Invalid) -> ApiError:
+    return BadRequest(str(error), param=error.field, code="invalid_value")
 
 
 def _http(error: Any) -> ApiError:
@@ -226,7 +233,7 @@ def _text(kind: type[ApiError], code: str | None = None) -> Callable[[Any], ApiE
 
 
 _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
-    (billing.UnknownModel, lambda error: ModelNotFound(error.model)),
+    (billing.UnknownModel, lambda error: ModelNotFound(error.id)),
     (billing.InsufficientCredits, lambda _: InsufficientQuota("The balance does not cover this request.")),
     (billing.NoPrice, lambda _: Unavailable("No price is set for this model, so it is not sold.", code="no_price")),
     (billing.StripeNotConfigured, _text(Conflict, "stripe_not_configured")),
@@ -236,6 +243,8 @@ _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
     (billing.NotFound, _text(NotFound)),
     (billing.Invalid, _invalid),
     (billing.Conflict, _text(Conflict)),
+    (billing.ExportError, _text(BadGateway)),
+    (billing.LedgerUnavailable, lambda _: Unavailable("The ledger cannot be used now.", code="no_ledger")),
     (billing.BillingError, _text(BadRequest)),
     (MoneyError, _text(BadRequest, "invalid_value")),
     (spool.SpoolError, lambda _: Unavailable("Usage cannot be recorded now, so nothing is served.", code="no_spool")),
