@@ -163,6 +163,8 @@ def check_request(request: Request, info: ModelInfo) -> None:
         raise EngineError("the prompt has a token id outside the vocabulary")
     if request.n < 1:
         raise EngineError("n: must be at least 1")
+    if request.token_ceiling is not None and request.token_ceiling < 1:
+        raise EngineError("token_ceiling: must be at least 1")
     faults = request.sampling.validate(info.vocab_size)
     if faults:
         raise EngineError("; ".join(f"{field}: {reason}" for field, reason in faults))
