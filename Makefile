@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 ARGS   ?=
+# TORCH=torch==2.13.0 chooses another build of PyTorch than deploy/install.py would.
 
 .DEFAULT_GOAL := help
 .PHONY: help serve demo test check format bench clean

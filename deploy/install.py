@@ -40,7 +40,7 @@ def has_gpu() -> bool:
 
 def torch_requirement() -> str:
     """The build of PyTorch for this machine: on Linux the default build carries gigabytes of CUDA."""
-    chosen = os.environ.get("METERHOUSE_TORCH")
+    chosen = os.environ.get("TORCH")
     if chosen:
         return chosen
     plain = sys.platform != "linux" or has_gpu()
@@ -55,7 +55,7 @@ def fault(output: str, requirement: str) -> str:
         return (
             f"your package indexes offer no CPU build of PyTorch {TORCH_VERSION} for Python "
             f"{platform.python_version()}; put PyTorch's CPU index (see pytorch.org/get-started) into "
-            f"PIP_EXTRA_INDEX_URL, or set METERHOUSE_TORCH=torch=={TORCH_VERSION} to accept the CUDA build"
+            f"PIP_EXTRA_INDEX_URL, or set TORCH=torch=={TORCH_VERSION} to accept the CUDA build"
         )
     network = ("Temporary failure in name resolution", "Connection refused", "NewConnectionError", "ReadTimeout")
     if any(sign in output for sign in network):
@@ -85,7 +85,7 @@ def make_venv() -> None:
         return
     say(f"creating {VENV.relative_to(ROOT)} with Python {platform.python_version()}")
     try:
-        venv.create(VENV, with_pip=True, clear=True)
+        venv.create(VENV, with_pip=True, clear=True, symlinks=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise InstallError(f"the virtual environment could not be made ({error}); is python3-venv installed?") from None
 
