@@ -1,0 +1,273 @@
+"""Progress of the requests that run: what was opened, how far every step brought it, what was settled.
+
+Knows: an append-only file of CRC-framed records, written with one unbuffered `write` per call and without
+fsync (a killed process loses nothing, a power cut at most the kernel's flush interval), and the sums of
+what was journalled, for reconciliation. Does not know: the engine, money, where settlements go.
+
+Files in the folder: `segment-*.mhj`; `totals.sqlite3`, the sums of the requests whose segments are gone;
+`damaged/`, segments in which damage was found. A segment is closed at `max_bytes`: what is still open is
+carried to the head of the next one, then the settled requests' counts are added to the totals, then the
+old segment is deleted. So a request is in the totals or in a live segment, never in both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from metering.counts import CountRow, CountsTuple, add_rows
+from metering.events import Outcome, UsageEvent
+from metering.lock import FileLock, Locked, fsync_folder
+from metering.segments import (
+    FORMAT,
+    Carried,
+    Header,
+    JournalError,
+    Opened,
+    OpenedRecord,
+    Orphan,
+    Record,
+    Settled,
+    State,
+    Step,
+    Tracked,
+    read_folder,
+    record_frame,
+    retire,
+    segment_path,
+)
+from metering.spool import Spool
+from metering.totals import Totals
+
+__all__ = ["Journal", "JournalError", "OpenedRecord", "Orphan", "recover", "recover_orphans"]
+
+log = logging.getLogger(__name__)
+
+
+def recover(folder: Path) -> list[Orphan]:
+    """The requests that the folder's journal opened and never settled. Reads only; `recover_orphans` settles them."""
+    if not (folder / "totals.sqlite3").exists():
+        return read_folder(folder, 0).state.orphans()
+    totals = Totals(folder)
+    try:
+        return read_folder(folder, totals.through()).state.orphans()
+    finally:
+        totals.close()
+
+
+def recover_orphans(journal_folder: Path, spool: Spool, now_us: int, gateway: str) -> list[UsageEvent]:
+    """Settle every request a dead gateway left, once, as `interrupted` with its last journalled counts.
+
+    Returns the events it settled; then the folder has no segment left and `Journal` can be opened on it.
+    May be killed at any point and run again: an id that the spool knows is not settled a second time, and
+    the totals take a segment once. A request that the journal calls settled and the spool does not know
+    lost its spool row (the row comes first): it is settled again from here, and the store, where the first
+    stands, can tell. Raises `JournalError` or `SpoolError` with everything left as it was.
+    """
+    journal_folder.mkdir(parents=True, exist_ok=True)
+    with _owned(journal_folder):
+        totals = Totals(journal_folder)
+        try:
+            found = read_folder(journal_folder, totals.through())
+            events = [
+                request.opened.event(request.counts, outcome=Outcome.INTERRUPTED, settled_us=now_us, gateway=gateway)
+                for event_id, request in found.state.requests.items()
+                if not spool.knows(event_id)
+            ]
+            for done in [spool.settle(event) for event in events]:
+                done.result()
+            retire(journal_folder, totals, found)
+        finally:
+            totals.close()
+    spool.forget_all()
+    return events
+
+
+def _owned(folder: Path) -> FileLock:
+    try:
+        return FileLock(folder / "journal.lock")
+    except Locked as error:
+        raise JournalError(f"another process writes the journal: {error}") from None
+
+
+# -- the running journal -------------------------------------------------------------------------
+
+
+class Journal:
+    """One folder, one process. Thread-safe; `opened`, `step` and `settled` each return when the kernel has the bytes.
+
+    `unknown_total` counts progress of requests that are not open here; `damaged_total` the stretches ever found.
+    """
+
+    def __init__(
+        self, folder: Path, max_bytes: int = 16 << 20, on_retired: Callable[[list[str]], None] | None = None
+    ) -> None:
+        """`on_retired` gets the ids that no segment mentions any more; give it `spool.forget`.
+
+        Raises `JournalError` when the folder has unsettled requests of a dead process: run `recover_orphans` first.
+        """
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._on_retired = on_retired
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file_lock = _owned(folder)
+        self._lock = threading.Lock()  # the running segment; held for one write
+        self._moving = threading.Lock()  # the totals and what leaves for them; held over an fsync, taken before `_lock`
+        self._state = State()
+        self._fd = -1
+        try:
+            self._totals = Totals(folder)
+            found = read_folder(folder, self._totals.through())
+            if orphans := len(found.state.orphans()):
+                raise JournalError(f"{orphans} requests of an earlier run are not settled: recover them first")
+            retire(folder, self._totals, found)
+            self._start(self._totals.through() + 1)
+        except BaseException:
+            self._file_lock.release()
+            raise
+        self._leaving: list[tuple[int, list[Tracked]]] = []  # closed segments that are not in the totals yet
+        self._worker = ThreadPoolExecutor(1, "journal-retirer")
+
+    @property
+    def unknown_total(self) -> int:
+        return self._state.unknown_total
+
+    @property
+    def damaged_total(self) -> int:
+        return self._totals.damaged()
+
+    def opened(self, record: OpenedRecord) -> None:
+        """A request was let in; before the engine is told. Raises `JournalError`, then it is not open."""
+        self._append(Opened(record))
+
+    def step(self, progress: Sequence[tuple[str, CountsTuple]]) -> None:
+        """All that one engine step did: (request id, cumulative counts) each, in one record.
+
+        To be called before any frame of that step leaves. Raises `JournalError`, then nothing was recorded.
+        """
+        self._append(Step(list(progress)))
+
+    def settled(self, event_id: str) -> None:
+        """The request's event is in the spool, fsynced; never to be called before that."""
+        self._append(Settled(event_id))
+
+    def oldest_open_us(self) -> int | None:
+        """The smallest `ts_us` of a request that is open; None when there is none.
+
+        For a watermark read this first, then the spool's `oldest_unacked_us`: events move in that direction.
+        """
+        with self._lock:
+            return min((r.opened.ts_us for r in self._state.requests.values() if not r.settled), default=None)
+
+    def totals(self, start_us: int, end_us: int) -> list[CountRow]:
+        """Sums of the last journalled counts of every request whose hour begins in [start, end), open ones too."""
+        with self._lock:  # the lock keeps a segment from moving into the totals between the two reads
+            live = [*self._state.requests.values(), *(r for _, requests in self._leaving for r in requests)]
+            rows = [request.row() for request in live]
+            return add_rows(
+                [*(r for r in rows if start_us <= r.hour_us < end_us), *self._totals.rows(start_us, end_us)]
+            )
+
+    def close(self) -> None:
+        """Give the folder back. When nothing is open its counts go to the totals, else the next start recovers."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            os.close(self._fd)
+            self._fd = -1
+            if not self._state.orphans():
+                self._leaving.append((self._number, self._state.take_settled()))
+        self._worker.submit(self._retire_leaving).result()
+        self._worker.shutdown()
+        self._totals.close()
+        self._file_lock.release()
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def _append(self, record: Record) -> None:
+        data = record_frame(record)
+        with self._lock:
+            if self._fd < 0:
+                raise JournalError("the journal is closed")
+            self._write(data)
+            self._state.apply(record)
+            if self._size >= self._rotate_at:
+                self._rotate()
+
+    def _write(self, data: bytes) -> None:
+        """One write; a short one is taken back, so that the file stays whole frames."""
+        try:
+            written = os.write(self._fd, data)
+            if written != len(data):
+                os.ftruncate(self._fd, self._size)
+                raise OSError(f"{written} of {len(data)} bytes were taken")
+        except OSError as error:
+            raise JournalError(f"the journal cannot be written: {error.strerror or error}") from error
+        self._size += len(data)
+
+    def _start(self, number: int) -> None:
+        """Begin a segment whose head carries all that is open. Raises `OSError` and leaves the old one in use."""
+        head = [record_frame(Header(FORMAT, number))]
+        head += [
+            record_frame(Carried(request.opened, request.counts))
+            for request in self._state.requests.values()
+            if not request.settled
+        ]
+        data = b"".join(head)
+        path = segment_path(self.folder, number)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        try:
+            if os.write(fd, data) != len(data):
+                raise OSError("short write")
+        except OSError:
+            os.close(fd)
+            path.unlink()
+            raise
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._number, self._size = fd, number, len(data)
+        self._rotate_at = len(data) + self.max_bytes
+
+    def _rotate(self) -> None:
+        old = self._number
+        try:
+            self._start(old + 1)
+        except OSError as error:
+            self._rotate_at = self._size + self.max_bytes // 4
+            log.error("journal: no new segment, the old one grows: %s", error)
+            return
+        self._leaving.append((old, self._state.take_settled()))
+        self._worker.submit(self._retire_leaving)  # fsync has no place on the step's path
+
+    def _retire_leaving(self) -> None:
+        """In the worker: oldest first, move closed segments into the totals. What fails is tried at the next one."""
+        while self._leaving:
+            number, requests = self._leaving[0]
+            try:
+                if number != self._number:
+                    _fsync_file(segment_path(self.folder, number + 1))  # what was carried must outlive what is dropped
+                    fsync_folder(self.folder)
+                rows = add_rows(request.row() for request in requests)
+                with self._moving:
+                    self._totals.add(number, rows)
+                    with self._lock:
+                        self._leaving.pop(0)
+                segment_path(self.folder, number).unlink(missing_ok=True)
+            except (OSError, sqlite3.Error) as error:
+                log.error("journal: segment %d stays for now: %s", number, error)
+                return
+            if self._on_retired is not None:
+                self._on_retired([request.opened.event_id for request in requests])
+
+
+def _fsync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

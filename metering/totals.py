@@ -1,0 +1,75 @@
+"""The sums of journalled counts whose segments are gone.
+
+Knows: one small SQLite file in the journal's folder. Does not know: segments' format, which requests are open.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from metering.counts import CountRow
+
+
+class Totals:
+    """The sums of retired segments. A segment is added at most once: `through` is the last one that was."""
+
+    _SCHEMA = """
+    CREATE TABLE IF NOT EXISTS through (one INTEGER PRIMARY KEY CHECK (one = 1), number INTEGER NOT NULL);
+    INSERT OR IGNORE INTO through VALUES (1, 0);
+    CREATE TABLE IF NOT EXISTS totals (
+        tenant TEXT NOT NULL, model TEXT NOT NULL, hour_us INTEGER NOT NULL,
+        requests INTEGER NOT NULL, prompt INTEGER NOT NULL, cached INTEGER NOT NULL, completion INTEGER NOT NULL,
+        PRIMARY KEY (tenant, model, hour_us)
+    ) WITHOUT ROWID;
+    CREATE TABLE IF NOT EXISTS damage (
+        number INTEGER NOT NULL, at INTEGER NOT NULL, length INTEGER NOT NULL, PRIMARY KEY (number, at)
+    );
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(folder / "totals.sqlite3", isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.executescript(self._SCHEMA)
+
+    def through(self) -> int:
+        with self._lock:
+            return int(self._db.execute("SELECT number FROM through").fetchone()[0])
+
+    def add(self, through: int, rows: Iterable[CountRow], damage: Iterable[tuple[int, int, int]] = ()) -> None:
+        """All or nothing: the rows of every segment up to `through`, unless they were added before."""
+        sql = (
+            "INSERT INTO totals VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET requests = requests + "
+            "excluded.requests, prompt = prompt + excluded.prompt, cached = cached + excluded.cached, "
+            "completion = completion + excluded.completion"
+        )
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                moved = self._db.execute("UPDATE through SET number = ?1 WHERE number < ?1", (through,)).rowcount
+                if moved:
+                    self._db.executemany(sql, [msgspec.structs.astuple(row) for row in rows])
+                    self._db.executemany("INSERT OR IGNORE INTO damage VALUES (?, ?, ?)", damage)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def rows(self, start_us: int, end_us: int) -> list[CountRow]:
+        sql = "SELECT * FROM totals WHERE hour_us >= ? AND hour_us < ?"
+        with self._lock:
+            return [CountRow(*row) for row in self._db.execute(sql, (start_us, end_us))]
+
+    def damaged(self) -> int:
+        with self._lock:
+            return int(self._db.execute("SELECT COUNT(*) FROM damage").fetchone()[0])
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from metering.events import Outcome, UsageEvent
+from metering.lock import Locked
+from metering.spool import Spool, SpoolClosed, SpoolConflict, SpoolError, SpoolFull
+
+BOTH = ("clickhouse", "ledger")
+
+
+def make_event(i: int, **changes: object) -> UsageEvent:
+    event = UsageEvent(
+        event_id=f"id-{i:05d}",
+        ts_us=1_000_000 + i,
+        settled_us=2_000_000 + i,
+        tenant="acme",
+        key_id="k1",
+        model="m",
+        base_model="m",
+        endpoint="completions",
+        gateway="g",
+        outcome=Outcome.FINISHED,
+        prompt_tokens=10,
+        cached_tokens=3,
+        completion_tokens=i,
+    )
+    return msgspec.structs.replace(event, **changes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "spool" / "spool.sqlite3"
+
+
+@pytest.fixture
+def spool(path: Path):
+    spool = Spool(path)
+    yield spool
+    spool.close()
+
+
+def test_settled_events_wait_for_every_consumer_and_then_leave(spool: Spool) -> None:
+    events = [make_event(i) for i in range(5)]
+    for event in events:
+        spool.settle(event).result()
+    assert spool.pending("clickhouse", 3) == events[:3]
+    spool.ack("clickhouse", [e.event_id for e in events[:3]])
+    assert spool.pending("clickhouse", 10) == events[3:]
+    assert spool.pending("ledger", 10) == events
+    assert (spool.count("clickhouse"), spool.count("ledger")) == (2, 5)
+    assert spool.oldest_unacked_us("clickhouse") == events[3].ts_us
+    spool.ack("ledger", [e.event_id for e in events])
+    spool.ack("clickhouse", [e.event_id for e in events])
+    assert spool.nbytes == 0
+    assert spool.oldest_unacked_us("ledger") is None
+    assert all(spool.knows(e.event_id) for e in events)
+
+
+def test_same_bytes_again_are_no_second_event_and_other_bytes_are_a_conflict(spool: Spool) -> None:
+    event = make_event(7)
+    wait([spool.settle(event) for _ in range(3)])
+    spool.settle(event).result()
+    assert spool.pending("ledger", 10) == [event]
+    with pytest.raises(SpoolConflict):
+        spool.settle(make_event(7, completion_tokens=8)).result()
+    spool.ack("clickhouse", [event.event_id])
+    spool.ack("ledger", [event.event_id])
+    spool.settle(event).result()  # shipped, still known
+    with pytest.raises(SpoolConflict):
+        spool.settle(make_event(7, completion_tokens=8)).result()
+    assert spool.conflicts_total == 2
+    assert spool.settled_total == 1
+    assert spool.pending("ledger", 10) == []
+
+
+def test_a_conflict_between_two_queued_settlements_leaves_the_first(spool: Spool) -> None:
+    results = [spool.settle(make_event(1, completion_tokens=i)) for i in range(20)]
+    wait(results)
+    assert results[0].exception() is None
+    assert all(isinstance(r.exception(), SpoolConflict) for r in results[1:])
+    assert [e.completion_tokens for e in spool.pending("ledger", 10)] == [0]
+
+
+def test_forgotten_ids_are_known_only_while_they_wait(spool: Spool) -> None:
+    a, b = make_event(1), make_event(2)
+    wait([spool.settle(a), spool.settle(b)])
+    for consumer in BOTH:
+        spool.ack(consumer, [a.event_id])
+    spool.forget([a.event_id, b.event_id])
+    spool.settle(make_event(3)).result()  # rides behind the forget
+    assert not spool.knows(a.event_id)
+    assert spool.knows(b.event_id)
+    with pytest.raises(SpoolConflict):
+        spool.settle(make_event(2, completion_tokens=99)).result()
+
+
+def test_everything_is_there_after_a_restart(path: Path) -> None:
+    first = Spool(path)
+    wait([first.settle(make_event(i)) for i in range(100)])
+    first.ack("clickhouse", ["id-00000"])
+    size = first.nbytes
+    first.close()
+    second = Spool(path)
+    assert second.nbytes == size
+    assert [e.event_id for e in second.pending("ledger", 1000)] == [f"id-{i:05d}" for i in range(100)]
+    assert second.count("clickhouse") == 99
+    second.close()
+
+
+def test_many_threads_settle_in_groups(spool: Spool) -> None:
+    def run(base: int) -> None:
+        for i in range(50):
+            spool.settle(make_event(base + i)).result()
+
+    threads = [threading.Thread(target=run, args=(1000 * t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert spool.count("ledger") == spool.settled_total == 400
+
+
+@pytest.mark.parametrize("column", ["body", "digest", "event_id"])
+def test_a_row_that_is_not_what_was_settled_is_quarantined_and_never_shipped(path: Path, column: str) -> None:
+    spool = Spool(path)
+    wait([spool.settle(make_event(i)) for i in range(4)])
+    spool.close()
+    with sqlite3.connect(path) as db:
+        (value,) = db.execute(f"SELECT CAST({column} AS BLOB) FROM settled WHERE seq = 2").fetchone()
+        flipped = bytes([value[0] ^ 0x80]) + value[1:]
+        kind = "TEXT" if column == "event_id" else "BLOB"
+        db.execute(f"UPDATE settled SET {column} = CAST(? AS {kind}) WHERE seq = 2", (flipped,))
+    db.close()
+    spool = Spool(path)
+    for consumer in BOTH:
+        assert [e.event_id for e in spool.pending(consumer, 3)] == ["id-00000", "id-00002", "id-00003"]
+    assert spool.quarantined_total == 1
+    assert spool.count("ledger") == 3
+    assert spool.knows("id-00001")  # it was settled: nobody may settle it anew
+    spool.close()
+    again = Spool(path)
+    assert again.quarantined_total == 1
+    again.close()
+
+
+def test_a_truncated_body_is_quarantined(path: Path) -> None:
+    spool = Spool(path)
+    spool.settle(make_event(1)).result()
+    spool.close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE settled SET body = substr(body, 1, 40)")
+    db.close()
+    spool = Spool(path)
+    assert spool.pending("ledger", 3) == []
+    assert spool.quarantined_total == 1
+    assert spool.nbytes == 0
+    spool.close()
+
+
+class SmallDisk(Spool):
+    """A spool on a disk of `pages`: SQLite's own limit answers SQLITE_FULL, as a full disk does."""
+
+    pages = 20
+
+    def _connect(self) -> sqlite3.Connection:
+        db = super()._connect()
+        db.execute(f"PRAGMA max_page_count = {self.pages}")
+        return db
+
+
+def test_a_full_disk_breaks_the_promise_but_loses_no_settlement(path: Path) -> None:
+    spool = SmallDisk(path)
+    spool.settle(make_event(0)).result()
+    big = [make_event(i, user="x" * 200_000) for i in range(1, 6)]
+    results = [spool.settle(event) for event in big]
+    wait(results, timeout=10)
+    assert all(isinstance(r.exception(), SpoolFull) for r in results)
+    assert not spool.writable()
+    assert spool.oldest_unacked_us("ledger") == make_event(0).ts_us
+    assert spool.failures_total >= 1
+    assert spool.count("ledger") == 1
+    assert spool.nbytes > 100_000
+    spool.pages = 10_000  # space returns; the connection is opened anew after each failure
+    deadline = time.monotonic() + 10
+    while not spool.writable() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    wait([spool.settle(event) for event in big], timeout=10)
+    assert spool.pending("ledger", 10) == [make_event(0), *big]
+    spool.close()
+
+
+def test_closing_on_a_disk_that_stays_full_gives_up_in_time(path: Path) -> None:
+    spool = SmallDisk(path)
+    result = spool.settle(make_event(1, user="x" * 200_000))
+    with pytest.raises(SpoolError):
+        result.result(timeout=10)
+    spool.close(timeout=0.1)
+    with pytest.raises(SpoolClosed):
+        spool.settle(make_event(2))
+    reopened = Spool(path)
+    assert reopened.pending("ledger", 10) == []
+    reopened.close()
+
+
+def test_past_its_bound_it_takes_settlements_but_no_new_requests(path: Path) -> None:
+    spool = Spool(path, max_bytes=2000)
+    assert spool.writable()
+    wait([spool.settle(make_event(i)) for i in range(10)])
+    assert not spool.writable()
+    spool.settle(make_event(11)).result()
+    for consumer in BOTH:
+        spool.ack(consumer, [e.event_id for e in spool.pending(consumer, 100)])
+    assert spool.writable()
+    spool.close()
+    tight = Spool(path, min_free_bytes=1 << 60)
+    assert not tight.writable()
+    tight.close()
+
+
+def test_what_the_file_cannot_hold_is_refused_alone(spool: Spool) -> None:
+    with pytest.raises(ValueError, match="64 bits"):
+        spool.settle(make_event(1, ts_us=1 << 63))
+    with pytest.raises(UnicodeEncodeError):
+        spool.settle(make_event(1, user="\ud800"))
+    spool.settle(make_event(1, user="a\0b\u2028🦙")).result()
+    assert spool.pending("ledger", 2) == [make_event(1, user="a\0b\u2028🦙")]
+
+
+def test_one_owner(path: Path, spool: Spool) -> None:
+    with pytest.raises(Locked):
+        Spool(path)
+    code = f"from pathlib import Path; from metering.spool import Spool; Spool(Path({str(path)!r}))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert other.returncode != 0
+    assert "Locked" in other.stderr
+
+
+def test_events_for_a_consumer_that_is_gone_are_not_dropped_in_silence(path: Path, spool: Spool) -> None:
+    spool.settle(make_event(1)).result()
+    spool.close()
+    with pytest.raises(SpoolError, match="ledger"):
+        Spool(path, consumers=("clickhouse",))
+    with pytest.raises(ValueError):
+        spool.pending("somebody", 1)
+
+
+def test_totals_of_what_waits(spool: Spool) -> None:
+    hour = 3_600_000_000
+    events = [make_event(i, ts_us=(i % 2 + 1) * hour + i, tenant="ab"[i % 2]) for i in range(4)]
+    wait([spool.settle(e) for e in events])
+    spool.ack("clickhouse", [events[0].event_id])
+    rows = spool.totals("clickhouse", 0, 10 * hour)
+    assert [(r.tenant, r.hour_us, r.requests, r.prompt, r.cached, r.completion) for r in rows] == [
+        ("a", hour, 1, 10, 3, 2),
+        ("b", 2 * hour, 2, 20, 6, 4),
+    ]
+    assert [r.tenant for r in spool.totals("clickhouse", 2 * hour, 3 * hour)] == ["b"]
