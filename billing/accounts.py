@@ -1,10 +1,21 @@
-"""Tenants, their keys and their adapters."""
+"""Tenants, their keys and their adapters: what they are, what can happen to them, who owns which name.
+
+Pure: facts are folded in, lookups come out. Does not know: money, the store, the engine.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
+
+from billing.checks import Faults
+from billing.errors import Conflict, Invalid, NotFound, UnknownModel
+
+KEYS_PER_TENANT = 10_000
+ADAPTERS_PER_TENANT = 10_000
+CHANGEABLE = ("name", "stripe_customer_id", "default_adapter", "limits", "status")
 
 
 class TenantStatus(StrEnum):
@@ -26,6 +37,21 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     created_us: int
     status: TenantStatus = TenantStatus.ACTIVE
     billing: str = "prepaid"
+
+    def check(self) -> None:
+        """Raise `Invalid` with every fault."""
+        faults = Faults()
+        faults.id("id", self.id)
+        faults.text("name", self.name)
+        faults.currency("currency", self.currency)
+        if self.stripe_customer_id is not None:
+            faults.stripe_id("stripe_customer_id", self.stripe_customer_id)
+        if self.default_adapter is not None:
+            faults.model("default_adapter", self.default_adapter)
+        faults.limits("limits", self.limits)
+        if self.status not in list(TenantStatus):
+            faults.add("status", "must be active or suspended")
+        faults.raise_if_any()
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,3 +75,146 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     base_model: str
     created_us: int
+
+    def check(self) -> None:
+        """Raise `Invalid` with every fault."""
+        faults = Faults()
+        faults.model("name", self.name)
+        faults.id("id", self.id)
+        if self.name == self.base_model:
+            faults.add("name", "is the base model's name")
+        if self.name == "*":
+            faults.add("name", "stands for every model")
+        if not self.path:
+            faults.add("path", "must not be empty")
+        faults.raise_if_any()
+
+
+class TenantCreated(msgspec.Struct, frozen=True, kw_only=True, tag="tenant.created"):
+    tenant: Tenant
+
+
+class TenantUpdated(msgspec.Struct, frozen=True, kw_only=True, tag="tenant.updated"):
+    tenant: Tenant  # as it is afterwards
+
+
+class KeyCreated(msgspec.Struct, frozen=True, kw_only=True, tag="key.created"):
+    key: Key
+    secret_sha256: str
+
+
+class KeyRevoked(msgspec.Struct, frozen=True, kw_only=True, tag="key.revoked"):
+    key: Key  # as it is afterwards
+
+
+class AdapterAdded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter.added"):
+    adapter: AdapterRecord
+
+
+class AdapterRemoved(msgspec.Struct, frozen=True, kw_only=True, tag="adapter.removed"):
+    adapter: AdapterRecord
+
+
+AccountFact = TenantCreated | TenantUpdated | KeyCreated | KeyRevoked | AdapterAdded | AdapterRemoved
+
+
+class Accounts:
+    """All tenants, keys and adapters that stand. Insertion order is the order of creation."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, Tenant] = {}
+        self.keys: dict[str, Key] = {}
+        self.adapters: dict[str, AdapterRecord] = {}  # by id of the load
+        self._key_of_secret: dict[str, str] = {}
+        self._keys_of: dict[str, dict[str, None]] = {}
+        self._adapters_of: dict[str, dict[str, AdapterRecord]] = {}  # tenant → name
+
+    def apply(self, fact: AccountFact) -> None:
+        match fact:
+            case TenantCreated(tenant=tenant) | TenantUpdated(tenant=tenant):
+                self.tenants[tenant.id] = tenant
+            case KeyCreated(key=key, secret_sha256=digest):
+                self.keys[key.id] = key
+                self._key_of_secret[digest] = key.id
+                self._keys_of.setdefault(key.tenant, {})[key.id] = None
+            case KeyRevoked(key=key):
+                self.keys[key.id] = key
+            case AdapterAdded(adapter=adapter):
+                self.adapters[adapter.id] = adapter
+                self._adapters_of.setdefault(adapter.tenant, {})[adapter.name] = adapter
+            case AdapterRemoved(adapter=adapter):
+                self.adapters.pop(adapter.id, None)
+                self._adapters_of.get(adapter.tenant, {}).pop(adapter.name, None)
+
+    def tenant(self, tenant_id: str) -> Tenant:
+        try:
+            return self.tenants[tenant_id]
+        except KeyError:
+            raise NotFound("tenant", tenant_id) from None
+
+    def key(self, key_id: str) -> Key:
+        try:
+            return self.keys[key_id]
+        except KeyError:
+            raise NotFound("key", key_id) from None
+
+    def keys_of(self, tenant_id: str) -> list[Key]:
+        return [self.keys[key_id] for key_id in self._keys_of.get(self.tenant(tenant_id).id, {})]
+
+    def adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
+        return list(self._adapters_of.get(self.tenant(tenant_id).id, {}).values())
+
+    def adapter(self, tenant_id: str, name: str) -> AdapterRecord:
+        adapter = self._adapters_of.get(self.tenant(tenant_id).id, {}).get(name)
+        if adapter is None:
+            raise NotFound("adapter", name)
+        return adapter
+
+    def by_secret(self, secret_sha256: str) -> tuple[Key, Tenant] | None:
+        """Who holds this secret; None for an unknown or revoked key and for a suspended tenant."""
+        key_id = self._key_of_secret.get(secret_sha256)
+        if key_id is None:
+            return None
+        key = self.keys[key_id]
+        tenant = self.tenants[key.tenant]
+        if key.revoked_us is not None or tenant.status is not TenantStatus.ACTIVE:
+            return None
+        return key, tenant
+
+    def resolve_model(self, tenant_id: str, model: str | None, base_model: str) -> tuple[str, AdapterRecord | None]:
+        """The priced name and the adapter behind a model name; no name means the tenant's default."""
+        name = model if model is not None else self.tenant(tenant_id).default_adapter or base_model
+        if name == base_model:
+            return name, None
+        adapter = self._adapters_of.get(tenant_id, {}).get(name)
+        if adapter is None:
+            raise UnknownModel(name)
+        return name, adapter
+
+    def updated(self, tenant_id: str, changes: dict[str, Any]) -> Tenant:
+        """The tenant with the changes, checked. Raises `Invalid` or `NotFound`."""
+        tenant = self.tenant(tenant_id)
+        unknown = [name for name in changes if name not in CHANGEABLE]
+        if unknown:
+            raise Invalid([(name, f"cannot be changed; {', '.join(CHANGEABLE)} can") for name in unknown])
+        changed = msgspec.structs.replace(tenant, **{**changes, **_defaults(changes)})
+        changed.check()
+        default = changed.default_adapter
+        if default not in (None, tenant.default_adapter) and default not in self._adapters_of.get(tenant_id, {}):
+            raise Invalid([("default_adapter", "is not an adapter of this tenant")])
+        return msgspec.structs.replace(changed, status=TenantStatus(changed.status))
+
+    def check_new_adapter(self, adapter: AdapterRecord) -> None:
+        """Raise `Conflict` where the name or the id is taken or the tenant has too many."""
+        mine = self._adapters_of.get(self.tenant(adapter.tenant).id, {})
+        if adapter.name in mine:
+            raise Conflict(f"an adapter {adapter.name!r} exists already; remove it first")
+        if adapter.id in self.adapters:
+            raise Conflict("an adapter of this id exists already")
+        if len(mine) >= ADAPTERS_PER_TENANT:
+            raise Conflict(f"a tenant has at most {ADAPTERS_PER_TENANT} adapters")
+
+
+def _defaults(changes: dict[str, Any]) -> dict[str, Any]:
+    """A cleared field goes back to what an absent one is."""
+    return {"limits": {}} if "limits" in changes and changes["limits"] is None else {}

@@ -1,19 +1,26 @@
 """Invoices: what a tenant owes for a period, line by line, exact before the one rounding.
 
-Knows: the shape of an invoice and how rated usage becomes its lines. Does not know: where usage is kept,
-what the payment provider is, what time it is.
+Which invoice has an event: the one of the event's period, if the ledger recorded the event before that
+invoice's cut; otherwise the event is late and belongs to the tenant's next invoice. The cut is a number in
+the ledger's sequence, so no clock and no slow disk can drop an event between two invoices or put it on
+both. What was on a voided invoice is free again.
+
+Pure. Does not know: where usage is kept, what the payment provider is, what time it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
 from billing.accounts import Tenant
-from billing.prices import TokenClass
+from billing.errors import Conflict, NotFound, PeriodOverlaps
+from billing.money import allocate
+from billing.prices import PriceVersion, TokenClass
 from metering.events import UsageEvent
 
 
@@ -62,7 +69,6 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     period_end_us: int  # exclusive
     cut_us: int  # when it was cut; what turned up later is late and on a later invoice
     cut_seq: int  # the ledger's sequence at the cut: what decides, clocks do not
-    yields_to: tuple[str, ...] = ()  # invoices that stood when this one was cut: what is theirs is not on it
     lines: tuple[InvoiceLine, ...]
     total_minor: int  # = sum of the lines' amount_minor
     event_count: int
@@ -72,6 +78,7 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     export_started_us: int | None = None
     exported_us: int | None = None
     voided_us: int | None = None
+    voided_seq: int | None = None
     stripe_invoice_id: str | None = None
     stripe_ids: dict[str, str] = {}  # what an export made: our id (of invoice or line) → the provider's
 
@@ -79,6 +86,14 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     def total_femto(self) -> int:
         """The exact total, before the one rounding."""
         return sum(line.amount_femto for line in self.lines)
+
+    def has(self, ts_us: int) -> bool:
+        """Whether the instant lies in the period."""
+        return self.period_start_us <= ts_us < self.period_end_us
+
+    def stood_at(self, seq: int) -> bool:
+        """Whether this invoice was cut before `seq` and not void then."""
+        return self.cut_seq < seq and (self.voided_seq is None or self.voided_seq > seq)
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,3 +128,192 @@ class UsageSource(Protocol):
     ) -> Iterator[UsageEvent]:
         """Events with start_us <= ts_us < end_us, each id and content once, ordered by (ts_us, event_id)."""
         ...
+
+
+class InvoiceDrafted(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.drafted"):
+    invoice: Invoice
+
+
+class InvoiceFinalized(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.finalized"):
+    invoice_id: str
+    at_us: int
+
+
+class InvoiceExportStarted(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.export_started"):
+    """From here on the provider may hold something: the invoice can no longer be voided here."""
+
+    invoice_id: str
+    at_us: int
+
+
+class InvoiceExportAbandoned(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.export_abandoned"):
+    """The export ended before anything was sent."""
+
+    invoice_id: str
+    reason: str
+
+
+class InvoiceExported(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.exported"):
+    invoice_id: str
+    at_us: int
+    result: ExportResult
+
+
+class InvoiceVoided(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.voided"):
+    invoice_id: str
+    at_us: int
+
+
+InvoiceFact = (
+    InvoiceDrafted | InvoiceFinalized | InvoiceExportStarted | InvoiceExportAbandoned | InvoiceExported | InvoiceVoided
+)
+
+
+class Invoices:
+    """Every invoice ever cut, in the order of their cuts."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Invoice] = {}
+        self._ids_of: dict[str, list[str]] = {}
+
+    def apply(self, fact: InvoiceFact, seq: int) -> None:
+        match fact:
+            case InvoiceDrafted(invoice=invoice):
+                self.by_id[invoice.id] = invoice
+                self._ids_of.setdefault(invoice.tenant, []).append(invoice.id)
+            case InvoiceFinalized(invoice_id=id, at_us=at_us):
+                self._change(id, status=InvoiceStatus.FINALIZED, finalized_us=at_us)
+            case InvoiceExportStarted(invoice_id=id, at_us=at_us):
+                self._change(id, export_started_us=at_us)
+            case InvoiceExportAbandoned(invoice_id=id):
+                self._change(id, export_started_us=None)
+            case InvoiceExported(invoice_id=id, at_us=at_us, result=result):
+                self._change(
+                    id,
+                    status=InvoiceStatus.EXPORTED,
+                    exported_us=at_us,
+                    stripe_invoice_id=result.stripe_invoice_id,
+                    stripe_ids=result.ids,
+                )
+            case InvoiceVoided(invoice_id=id, at_us=at_us):
+                self._change(id, status=InvoiceStatus.VOID, voided_us=at_us, voided_seq=seq)
+
+    def get(self, invoice_id: str) -> Invoice:
+        try:
+            return self.by_id[invoice_id]
+        except KeyError:
+            raise NotFound("invoice", invoice_id) from None
+
+    def of(self, tenant: str) -> list[Invoice]:
+        """All of one tenant's, void ones too, in the order of their cuts."""
+        return [self.by_id[id] for id in self._ids_of.get(tenant, [])]
+
+    def check_free(self, tenant: str, start_us: int, end_us: int) -> None:
+        """Raise `PeriodOverlaps` where a standing invoice has part of the period."""
+        for invoice in self.of(tenant):
+            if invoice.status is not InvoiceStatus.VOID and _overlap(invoice, start_us, end_us):
+                raise PeriodOverlaps(f"invoice {invoice.id} has part of this period")
+
+    def check_voidable(self, invoice_id: str) -> Invoice:
+        """Raise `Conflict` for an invoice the payment provider has, or may have."""
+        invoice = self.get(invoice_id)
+        if invoice.status is InvoiceStatus.EXPORTED:
+            raise Conflict("an exported invoice is not voided here")
+        if invoice.export_started_us is not None:
+            raise Conflict("its export has begun; finish the export first")
+        return invoice
+
+    def _change(self, id: str, **changes: object) -> None:
+        self.by_id[id] = msgspec.structs.replace(self.by_id[id], **changes)
+
+
+def _overlap(invoice: Invoice, start_us: int, end_us: int) -> bool:
+    return invoice.period_start_us < end_us and start_us < invoice.period_end_us
+
+
+def owner(ts_us: int, seq: int, invoices: Sequence[Invoice]) -> Invoice | None:
+    """The standing invoice that has the event of this time, recorded as this number; None: it is on none.
+
+    `invoices` are all of the tenant's in the order of their cuts. Each of them took what it covers (its own
+    period, and those of the invoices that stood at its cut) and no invoice that stood then had taken.
+    """
+    if not invoices or seq > invoices[-1].cut_seq:
+        return None
+    covering = [invoice for invoice in invoices if invoice.has(ts_us)]
+    takers: list[Invoice] = []
+    for invoice in invoices:
+        covers = invoice.has(ts_us) or any(earlier.stood_at(invoice.cut_seq) for earlier in covering)
+        taken = any(earlier.stood_at(invoice.cut_seq) for earlier in takers)
+        if seq <= invoice.cut_seq and covers and not taken:
+            takers.append(invoice)
+    return next((invoice for invoice in takers if invoice.status is not InvoiceStatus.VOID), None)
+
+
+class Charge(msgspec.Struct, frozen=True, kw_only=True):
+    """One event as it enters an invoice."""
+
+    event_id: str
+    event_hash: str
+    ts_us: int
+    model: str
+    adapter: str
+    quantities: dict[TokenClass, int]
+    price: PriceVersion
+    late_of: Invoice | None  # the standing invoice of its period, when it is late
+
+
+class Period(msgspec.Struct, frozen=True, kw_only=True):
+    """[start_us, end_us)."""
+
+    start_us: int
+    end_us: int
+
+
+def cut_lines(invoice_id: str, currency: str, period: Period, charges: Iterable[Charge]) -> tuple[InvoiceLine, ...]:
+    """Charges → lines, one per (period, model, adapter, class, price), in that order; nothing for 0 tokens."""
+    sums: dict[tuple[str, str, str, str, str], InvoiceLine] = {}
+    for charge in charges:
+        for token_class, tokens in charge.quantities.items():
+            if tokens:
+                _add(sums, charge, token_class, tokens, period)
+    ordered = [sums[key] for key in sorted(sums)]
+    rounded = allocate([line.amount_femto for line in ordered], currency)
+    return tuple(
+        msgspec.structs.replace(line, id=f"{invoice_id}-{number}", amount_minor=minor)
+        for number, (line, minor) in enumerate(zip(ordered, rounded, strict=True), start=1)
+    )
+
+
+def _add(
+    sums: dict[tuple[str, str, str, str, str], InvoiceLine],
+    charge: Charge,
+    token_class: TokenClass,
+    tokens: int,
+    period: Period,
+) -> None:
+    late = charge.late_of
+    key = (late.id if late else "", charge.model, charge.adapter, token_class.value, charge.price.id)
+    line = sums.get(key)
+    if line is None:
+        line = InvoiceLine(
+            id="",
+            model=charge.model,
+            adapter=charge.adapter,
+            token_class=token_class,
+            price_id=charge.price.id,
+            period_start_us=late.period_start_us if late else period.start_us,
+            period_end_us=late.period_end_us if late else period.end_us,
+            late_of=late.id if late else "",
+            quantity=0,
+            unit_price_nano=charge.price.rate.of(token_class),
+            amount_minor=0,
+        )
+    sums[key] = msgspec.structs.replace(line, quantity=line.quantity + tokens)
+
+
+def digest(charges: Iterable[Charge]) -> str:
+    """SHA-256 hex over (event id, content hash) in the order of (time, id): what exactly was invoiced."""
+    hashed = hashlib.sha256()
+    for charge in sorted(charges, key=lambda charge: (charge.ts_us, charge.event_id)):
+        hashed.update(f"{charge.event_id} {charge.event_hash}\n".encode())
+    return hashed.hexdigest()

@@ -162,7 +162,8 @@ class Log:
 
 
 def _rows(result: sa.CursorResult[Any]) -> list[StoredEvent]:
-    return [StoredEvent(*row) for row in result.tuples()]
+    values: list[tuple[Any, ...]] = [tuple(row) for row in result]
+    return [StoredEvent(*row) for row in values]
 
 
 def _head(connection: sa.Connection) -> StoredEvent | None:

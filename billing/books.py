@@ -1,0 +1,69 @@
+"""All that the event log says, folded: accounts, prices, ledger, invoices.
+
+Pure: the same rows in the same order give the same books, in every process and at any later time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from billing.accounts import (
+    AccountFact,
+    Accounts,
+    AdapterAdded,
+    AdapterRemoved,
+    KeyCreated,
+    KeyRevoked,
+    TenantCreated,
+    TenantUpdated,
+)
+from billing.invoice import InvoiceFact, Invoices
+from billing.ledger import CreditGranted, Ledger, LedgerFact, UsageRated, UsageUnrated
+from billing.prices import PriceBook, PriceSet
+from billing.store import NewEvent, StoredEvent
+
+Fact = AccountFact | PriceSet | LedgerFact | InvoiceFact
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+_decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
+
+
+def new_event(
+    stream: str, fact: Fact, *, key: str | None = None, payload_hash: str | None = None, result: str | None = None
+) -> NewEvent:
+    """A fact as a row to append; the payload is the same text for the same fact."""
+    type_name = str(type(fact).__struct_config__.tag)
+    payload = _encoder.encode(fact).decode()
+    return NewEvent(stream=stream, type=type_name, payload=payload, key=key, payload_hash=payload_hash, result=result)
+
+
+def fact_of(row: StoredEvent) -> Fact:
+    """The fact of a stored row. Raises `msgspec.ValidationError` for a row that this code is too old for."""
+    return _decoder.decode(row.payload)
+
+
+class Books:
+    """The state; `seq` is the number of the last row folded in."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.accounts = Accounts()
+        self.prices = PriceBook()
+        self.ledger = Ledger()
+        self.invoices = Invoices()
+
+    def apply(self, row: StoredEvent) -> None:
+        """Fold the next row in; a row already folded in changes nothing."""
+        if row.seq <= self.seq:
+            return
+        fact = fact_of(row)
+        match fact:
+            case UsageRated() | UsageUnrated() | CreditGranted():
+                self.ledger.apply(fact)
+            case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
+                self.accounts.apply(fact)
+            case PriceSet():
+                self.prices.apply(fact)
+            case _:
+                self.invoices.apply(fact, row.seq)
+        self.seq = row.seq

@@ -1,0 +1,489 @@
+"""Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize.
+
+Knows: Stripe's invoices, items, customers and idempotency keys. Does not know: usage, prices, when to export.
+The only module that imports the `stripe` package.
+
+Every step first looks for what an earlier attempt made (by metadata), and only then makes it, with an
+idempotency key that depends on nothing but what is being made. So an export can be killed between any two
+calls and begun again, also after Stripe has forgotten the keys. A key is *spent* when it answers with an error
+that Stripe keeps, or with a thing that is gone since; then what exists is looked for again and the next key used.
+What may still be under way (a timeout, a reset) is never tried with another key: the export ends with
+`StripeUnavailable` and is begun again later.
+
+https://docs.stripe.com/api/invoices, https://docs.stripe.com/api/idempotent_requests
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import stripe
+
+from billing.accounts import Tenant
+from billing.errors import ExportError, StripeNotConfigured
+from billing.invoice import ExportResult, Invoice, InvoiceLine
+from billing.money import format_minor, format_price
+
+MAX_ITEMS = 250  # on one Stripe invoice
+MAX_KEYS = 32  # spent keys that one thing may leave behind within the 24 hours Stripe keeps them
+MAX_FAILURES = 3  # answers 500 to one thing within one export
+RATE_LIMIT_TRIES = 6
+BACKOFF_S = 0.5
+BACKOFF_MAX_S = 16.0
+TIMEOUT_S = 30.0
+RECENT_S = 25 * 3600  # how far back customers are listed; older ones are in Stripe's search index
+TEXT_MAX = 500
+
+INVOICE_KEY = "meterhouse_invoice"
+LINE_KEY = "meterhouse_line"
+TENANT_KEY = "meterhouse_tenant"
+
+T = TypeVar("T")
+Made = TypeVar("Made", bound=stripe.StripeObject)
+
+
+class StripeUnavailable(ExportError):
+    """Stripe did not answer, or not for sure; the same export can be begun again and goes on where it was."""
+
+
+class StripeRefused(ExportError):
+    """Stripe does not accept what we sent; the text is Stripe's own."""
+
+
+class StripeMismatch(ExportError):
+    """Stripe holds something else than our invoice says. Nothing was finalized."""
+
+
+class Item(NamedTuple):
+    """One item as it is sent. `id` is ours and stands in its metadata."""
+
+    id: str
+    amount_minor: int
+    description: str
+    start_s: int
+    end_s: int  # inclusive, as Stripe reads it
+
+
+def _seconds(line: InvoiceLine) -> tuple[int, int]:
+    start = line.period_start_us // 1_000_000
+    return start, max(start, (line.period_end_us - 1) // 1_000_000)
+
+
+def _describe(line: InvoiceLine, currency: str) -> str:
+    """Tokens, model and unit price, written out: never in exponent form."""
+    late = " (late)" if line.late_of else ""
+    price = f"{format_price(line.unit_price_nano)} {currency.upper()}"
+    text = f"{line.model}: {line.quantity:,} {line.token_class.value} tokens at {price} per million{late}"
+    return text[:TEXT_MAX]
+
+
+def items_of(invoice: Invoice, limit: int = MAX_ITEMS) -> list[Item]:
+    """The invoice's lines as at most `limit` items, whose amounts sum to its total.
+
+    Too many lines: the smallest are folded into one item per token class. No lines: one item of 0, because
+    Stripe does not finalize an empty invoice.
+    """
+    lines = list(invoice.lines)
+    folded: list[InvoiceLine] = []
+    if len(lines) > limit:
+        classes = len({line.token_class for line in lines})
+        by_size = sorted(lines, key=lambda line: (-abs(line.amount_minor), line.id))
+        kept = {line.id for line in by_size[: limit - classes]}
+        lines, folded = [line for line in lines if line.id in kept], [line for line in lines if line.id not in kept]
+    items = [Item(line.id, line.amount_minor, _describe(line, invoice.currency), *_seconds(line)) for line in lines]
+    items += _folded(invoice, folded)
+    if not items:
+        start, end = invoice.period_start_us // 1_000_000, (invoice.period_end_us - 1) // 1_000_000
+        items.append(Item(f"{invoice.id}:none", 0, "No usage", start, max(start, end)))
+    return items
+
+
+def _folded(invoice: Invoice, lines: Sequence[InvoiceLine]) -> Iterator[Item]:
+    for token_class in sorted({line.token_class for line in lines}):
+        part = [line for line in lines if line.token_class == token_class]
+        tokens = sum(line.quantity for line in part)
+        yield Item(
+            f"{invoice.id}:rest:{token_class.value}",
+            sum(line.amount_minor for line in part),
+            f"{len(part)} smaller lines: {tokens:,} {token_class.value} tokens",
+            min(_seconds(line)[0] for line in part),
+            max(_seconds(line)[1] for line in part),
+        )
+
+
+def _key(kind: str, *parts: str) -> str:
+    """An idempotency key's stem: the same for the same thing, whatever characters its ids have."""
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"meterhouse-{kind}-{digest[:40]}"
+
+
+def _quoted(value: str) -> str:
+    """A value inside a clause of Stripe's search language."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _replayed(headers: Mapping[str, str] | None) -> bool:
+    return (headers or {}).get("idempotent-replayed") == "true"
+
+
+class StripeExporter:
+    """Exports invoices with one API key. Implements `billing.invoice.Exporter`.
+
+    `api_base` is another address of the API (a double in tests). `sleep` waits out rate limits. Raises
+    `StripeNotConfigured` from every call when there is no key.
+    """
+
+    def __init__(
+        self,
+        api_key: str | None,
+        api_base: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        http_client: stripe.HTTPClient | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._api_key = api_key
+        self._api_base = api_base
+        self._http_client = http_client or stripe.RequestsClient(timeout=timeout_s)
+        self._sleep = sleep
+        self._clock_s = clock_s
+        self._client: stripe.StripeClient | None = None
+
+    # -- what callers use -----------------------------------------------------------------------------------------
+
+    def export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult:
+        """One finalized Stripe invoice for ours, made now or by an earlier attempt.
+
+        Raises `StripeUnavailable` (begin again later), `StripeRefused` or `StripeMismatch` (a person must look;
+        the draft is left as it is), all of them `ExportError`.
+        """
+        self._api()  # without a key nothing at all happens
+        self._exportable(invoice)
+        items = items_of(invoice)
+        found = self._find_invoice(invoice, previous_ids.get(invoice.id))
+        if found is None:
+            customer = tenant.stripe_customer_id or self._customer(tenant)
+            found = self._draft(invoice, tenant, customer)
+        elif found.status == "draft" and tenant.stripe_customer_id not in (None, _id(found.customer)):
+            raise StripeMismatch(
+                f"the draft {found.id} in Stripe is for customer {_id(found.customer)}, but the tenant's customer is "
+                f"{tenant.stripe_customer_id}: delete the draft in Stripe and export again"
+            )
+        made = self._items(found.id)
+        if found.status == "draft":
+            self._add_items(invoice, found, items, made)
+            found = self._finalize(invoice, found.id, items, made)
+        self._check_total(invoice, found)
+        ids = {invoice.id: found.id, **{ours: theirs[0].id for ours, theirs in made.items() if ours}}
+        return ExportResult(
+            stripe_invoice_id=found.id, total_minor=found.total, status=str(found.status), ids=dict(sorted(ids.items()))
+        )
+
+    def totals(self, invoices: Sequence[Invoice]) -> dict[str, int]:
+        """What Stripe holds now: our invoice id → total in minor units.
+
+        An invoice that Stripe does not have (any more), or that is void there, is left out.
+        """
+        found = {}
+        for invoice in invoices:
+            if invoice.stripe_invoice_id is None:
+                continue
+            theirs = self._retrieve(invoice.stripe_invoice_id)
+            if theirs is not None and theirs.status not in ("draft", "void"):
+                found[invoice.id] = theirs.total
+        return found
+
+    # -- the steps ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _exportable(invoice: Invoice) -> None:
+        total = sum(line.amount_minor for line in invoice.lines)
+        if total != invoice.total_minor:
+            raise StripeMismatch(
+                f"the lines of invoice {invoice.id} sum to {total}, its total is {invoice.total_minor}"
+            )
+        if total < 0:
+            raise StripeMismatch(
+                f"invoice {invoice.id} is negative: Stripe takes that as a credit note, not an invoice"
+            )
+
+    def _customer(self, tenant: Tenant) -> str:
+        """The tenant's customer, found by metadata or made."""
+
+        def find() -> stripe.Customer | None:
+            clause = f"metadata['{TENANT_KEY}']:{_quoted(tenant.id)}"
+            found = self._call(lambda: self._api().customers.search({"query": clause, "limit": 100})).data
+            if not found:  # the search index is a minute behind, lists are not
+                since = int(self._clock_s()) - RECENT_S
+                recent = self._call(
+                    lambda: list(
+                        self._api().customers.list({"created": {"gte": since}, "limit": 100}).auto_paging_iter()
+                    )
+                )
+                found = [customer for customer in recent if _tag(customer, TENANT_KEY) == tenant.id]
+            return min(found, key=lambda customer: (customer.created, customer.id), default=None)
+
+        def create(key: str) -> stripe.Customer:
+            metadata = {TENANT_KEY: tenant.id}
+            return self._api().customers.create(
+                {"name": tenant.name[:256], "metadata": metadata}, {"idempotency_key": key}
+            )
+
+        found = find()
+        return (found or self._make("customer", _key("customer", tenant.id), find, create)).id
+
+    def _find_invoice(self, invoice: Invoice, known: str | None) -> stripe.Invoice | None:
+        """By the id an earlier export told us, else by metadata in the search index."""
+        if known is not None and (found := self._retrieve(known)) is not None:
+            return found
+        clause = f"metadata['{INVOICE_KEY}']:{_quoted(invoice.id)}"
+        hits = self._call(lambda: self._api().invoices.search({"query": clause, "limit": 100})).data
+        fresh = (self._retrieve(hit.id) for hit in hits)  # the index may be behind, and show what is deleted
+        return self._only(invoice, [hit for hit in fresh if hit is not None])
+
+    def _draft(self, invoice: Invoice, tenant: Tenant, customer: str) -> stripe.Invoice:
+        """The invoice in the customer's list, which is never behind, else a new draft."""
+
+        def find() -> stripe.Invoice | None:
+            listed = self._call(
+                lambda: list(self._api().invoices.list({"customer": customer, "limit": 100}).auto_paging_iter())
+            )
+            return self._only(invoice, [hit for hit in listed if _tag(hit, INVOICE_KEY) == invoice.id])
+
+        def create(key: str) -> stripe.Invoice:
+            return self._api().invoices.create(
+                {
+                    "customer": customer,
+                    "currency": invoice.currency,
+                    "auto_advance": False,
+                    "pending_invoice_items_behavior": "exclude",
+                    "metadata": {INVOICE_KEY: invoice.id, TENANT_KEY: tenant.id},
+                },
+                {"idempotency_key": key},
+            )
+
+        return find() or self._make("invoice", _key("invoice", invoice.id, customer), find, create)
+
+    @staticmethod
+    def _only(invoice: Invoice, found: Sequence[stripe.Invoice]) -> stripe.Invoice | None:
+        """The one that counts: there is at most one that is not void."""
+        standing = [hit for hit in found if hit.status != "void"]
+        if len(standing) > 1:
+            names = ", ".join(sorted(hit.id for hit in standing))
+            raise StripeMismatch(f"Stripe holds more than one invoice for {invoice.id}: {names}")
+        if not standing and found:
+            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({found[0].id}): void it here too")
+        return standing[0] if standing else None
+
+    def _items(self, invoice_id: str) -> dict[str, list[stripe.InvoiceItem]]:
+        """What stands on a Stripe invoice: our line id ('' for foreign items) → items."""
+        listed = self._call(
+            lambda: list(self._api().invoice_items.list({"invoice": invoice_id, "limit": 100}).auto_paging_iter())
+        )
+        found: dict[str, list[stripe.InvoiceItem]] = {}
+        for item in listed:
+            found.setdefault(_tag(item, LINE_KEY), []).append(item)
+        return found
+
+    def _add_items(
+        self,
+        invoice: Invoice,
+        draft: stripe.Invoice,
+        items: Sequence[Item],
+        made: dict[str, list[stripe.InvoiceItem]],
+    ) -> None:
+        """Add what is missing; `made` grows by it."""
+        for item in items:
+            if item.id not in made:
+                made[item.id] = [self._add_item(invoice, draft, item)]
+
+    def _add_item(self, invoice: Invoice, draft: stripe.Invoice, item: Item) -> stripe.InvoiceItem:
+        def find() -> stripe.InvoiceItem | None:
+            return next(iter(self._items(draft.id).get(item.id, [])), None)
+
+        def create(key: str) -> stripe.InvoiceItem:
+            return self._api().invoice_items.create(
+                {
+                    "customer": _id(draft.customer),
+                    "invoice": draft.id,
+                    "currency": invoice.currency,
+                    "amount": item.amount_minor,
+                    "description": item.description,
+                    "period": {"start": item.start_s, "end": item.end_s},
+                    "metadata": {LINE_KEY: item.id},
+                },
+                {"idempotency_key": key},
+            )
+
+        return self._make("invoice item", _key("item", draft.id, item.id), find, create)
+
+    def _finalize(
+        self,
+        invoice: Invoice,
+        draft_id: str,
+        items: Sequence[Item],
+        made: Mapping[str, list[stripe.InvoiceItem]],
+    ) -> stripe.Invoice:
+        """Finalize a draft that holds exactly our items and our total."""
+        draft = self._retrieve(draft_id)
+        if draft is None:
+            raise StripeMismatch(f"the draft {draft_id} was deleted in Stripe while it was exported: export again")
+        if draft.status == "draft":
+            self._check_items(invoice, draft, items, made)
+            self._check_total(invoice, draft)
+
+        def find() -> stripe.Invoice | None:
+            now = self._retrieve(draft_id)
+            return None if now is None or now.status == "draft" else now
+
+        def create(key: str) -> stripe.Invoice:
+            return self._api().invoices.finalize_invoice(draft_id, {"auto_advance": False}, {"idempotency_key": key})
+
+        if draft.status != "draft":
+            return draft
+        return self._make("finalization", _key("finalize", draft_id), find, create)
+
+    @staticmethod
+    def _check_items(
+        invoice: Invoice,
+        draft: stripe.Invoice,
+        items: Sequence[Item],
+        made: Mapping[str, list[stripe.InvoiceItem]],
+    ) -> None:
+        """The draft holds each of our items once, at our amount, and nothing else."""
+        wanted = {item.id: item.amount_minor for item in items}
+        faults = [f"{len(made[ours])} item(s) that are not ours" for ours in made if ours not in wanted]
+        faults += [f"line {ours} {len(theirs)} times" for ours, theirs in made.items() if ours and len(theirs) > 1]
+        faults += [
+            f"line {ours} at {theirs[0].amount} instead of {wanted[ours]}"
+            for ours, theirs in made.items()
+            if ours in wanted and theirs[0].amount != wanted[ours]
+        ]
+        if draft.currency != invoice.currency:
+            faults.append(f"currency {draft.currency} instead of {invoice.currency}")
+        if faults:
+            raise StripeMismatch(
+                f"the draft {draft.id} in Stripe holds {'; '.join(faults[:5])}. It was not finalized: "
+                "delete the draft in Stripe and export again"
+            )
+
+    @staticmethod
+    def _check_total(invoice: Invoice, theirs: stripe.Invoice) -> None:
+        if theirs.status == "void":
+            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({theirs.id}): void it here too")
+        if (theirs.total, theirs.currency) == (invoice.total_minor, invoice.currency):
+            return
+        ours = f"{format_minor(invoice.total_minor, invoice.currency)} {invoice.currency}"
+        was = "It was not finalized." if theirs.status == "draft" else "It is finalized already."
+        raise StripeMismatch(
+            f"Stripe's total of {theirs.id} is {theirs.total} minor units of {theirs.currency}, ours is {ours} "
+            f"(a discount or tax set in Stripe?). {was}"
+        )
+
+    # -- one call -------------------------------------------------------------------------------------------------
+
+    def _api(self) -> stripe.V1Services:
+        if not self._api_key:
+            raise StripeNotConfigured(
+                "there is no Stripe key: set STRIPE_API_KEY (or stripe_api_key in meterhouse.toml) to export invoices"
+            )
+        if self._client is None:
+            self._client = stripe.StripeClient(
+                self._api_key,
+                base_addresses={"api": self._api_base} if self._api_base else None,
+                max_network_retries=2,
+                http_client=self._http_client,
+            )
+        return self._client.v1
+
+    def _retrieve(self, invoice_id: str) -> stripe.Invoice | None:
+        """The invoice as it is now; None when Stripe has none of this id."""
+        try:
+            found = self._call(lambda: self._api().invoices.retrieve(invoice_id))
+        except StripeRefused as refused:
+            if isinstance(refused.__cause__, stripe.InvalidRequestError) and refused.__cause__.http_status == 404:
+                return None
+            raise
+        return None if getattr(found, "deleted", None) else found
+
+    def _make(self, what: str, key: str, find: Callable[[], Made | None], create: Callable[[str], Made]) -> Made:
+        """Make a thing that was looked for and not found. `find` is asked again whenever a key is spent."""
+        failures = 0
+        for attempt in range(MAX_KEYS):
+            try:
+                made = self._call(lambda key=f"{key}-{attempt}": create(key))  # type: ignore[misc]  # bound now
+                answer = made.last_response
+                if not _replayed(answer.headers if answer else None):
+                    return made  # a replayed one may be gone since: look
+            except _KeySpent as spent:
+                failures += not spent.replayed
+                if failures >= MAX_FAILURES:
+                    raise StripeUnavailable(f"Stripe failed on every attempt at this {what}; try again") from spent
+            if (found := find()) is not None:
+                return found
+        raise StripeUnavailable(f"too many attempts at this {what} failed within a day; try again tomorrow")
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """One call, its rate limits waited out, its errors in billing's words."""
+        for attempt in range(RATE_LIMIT_TRIES):
+            try:
+                return call()
+            except stripe.RateLimitError as limited:
+                if attempt + 1 == RATE_LIMIT_TRIES:
+                    raise StripeUnavailable("Stripe's rate limit did not let us through; try again later") from limited
+                self._sleep(_wait_s(attempt, limited.headers))
+            except stripe.StripeError as error:
+                _translate(error)
+        raise AssertionError("the last attempt returns or raises")
+
+
+class _KeySpent(Exception):
+    """The key will only ever give this error (again); the request behind it is over."""
+
+    def __init__(self, replayed: bool) -> None:
+        self.replayed = replayed
+
+
+def _translate(error: stripe.StripeError) -> NoReturn:
+    """Raise what an error of the SDK means for an export."""
+    message = error.user_message or type(error).__name__
+    if isinstance(error, stripe.IdempotencyError) or _replayed(error.headers):
+        raise _KeySpent(replayed=True) from error
+    if isinstance(error, stripe.AuthenticationError | stripe.PermissionError):
+        raise StripeRefused(f"Stripe does not accept the key: {message}") from error
+    if isinstance(error, stripe.APIConnectionError):
+        raise StripeUnavailable("Stripe could not be reached; the export can be begun again") from error
+    body: Any = error.json_body
+    if error.http_status == 500 and isinstance(body, dict) and "error" in body:
+        raise _KeySpent(replayed=False) from error
+    if error.http_status is not None and (error.http_status >= 500 or error.http_status == 409):
+        raise StripeUnavailable(f"Stripe answered {error.http_status}; the export can be begun again") from error
+    if "combine currencies" in message:
+        raise StripeRefused(
+            f"the Stripe customer is in use with another currency than this invoice's. Stripe says: {message}"
+        ) from error
+    raise StripeRefused(f"Stripe refused: {message}") from error
+
+
+def _wait_s(attempt: int, headers: Mapping[str, str] | None) -> float:
+    """Seconds before the next try: what Stripe says, else doubling with jitter; bounded."""
+    said = (headers or {}).get("retry-after", "")
+    if said.isdigit():
+        return min(float(said), BACKOFF_MAX_S)
+    return min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
+
+
+def _tag(thing: Any, key: str) -> str:
+    """A metadata value, or the empty string."""
+    return str(thing.metadata[key]) if thing.metadata is not None and key in thing.metadata else ""
+
+
+def _id(reference: Any) -> str:
+    """The id of a field that may be expanded."""
+    return reference if isinstance(reference, str) else str(reference.id)
