@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.modelcache import Progress, WeightsError, cached, file_digest, silent
+from engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ def check_folder(folder: Path) -> Path:
     for name, what in (("config.json", "model configuration"), ("tokenizer.json", "tokenizer")):
         if not (folder / name).is_file():
             raise WeightsError(f"{folder} has no {name} ({what}); a folder saved by transformers has one.")
+    ModelConfig.from_folder(folder)
     for shard in _shards(folder):
         _read_header(shard)
     return folder
