@@ -1,0 +1,48 @@
+"""Who is asking: the bearer key of a request → its tenant.
+
+Knows: the header, and the one answer to everything that is not a valid key. Does not know how keys are kept (`billing`
+looks up a hash, in constant time).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar.connection import ASGIConnection
+
+from billing.accounts import Key, Tenant
+from billing.service import Billing
+from gateway.errors import Unauthorized
+
+MAX_KEY_LENGTH = 256
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """A tenant, by one of its keys."""
+
+    tenant: Tenant
+    key: Key
+
+
+def bearer(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
+    """The bearer token. Raises `Unauthorized` when there is none."""
+    header = connection.headers.get("authorization", "")
+    scheme, _, token = header.partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token:
+        raise Unauthorized(
+            "You did not provide an API key: send it as 'Authorization: Bearer mh-…'.",
+            headers={"www-authenticate": "Bearer"},
+        )
+    return token
+
+
+def authenticate(connection: ASGIConnection[Any, Any, Any, Any], billing: Billing) -> Principal:
+    """The principal of a `/v1` request. Unknown, malformed and revoked keys get the same answer."""
+    token = bearer(connection)
+    found = billing.authenticate(token) if len(token) <= MAX_KEY_LENGTH else None
+    if found is None:
+        raise Unauthorized("The API key is not valid.", headers={"www-authenticate": "Bearer"})
+    key, tenant = found
+    return Principal(tenant, key)

@@ -1,0 +1,15 @@
+"""Request ids: UUIDv7 (RFC 9562, section 5.7), so that ids sort by the time they were minted."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+
+def uuid7(now_us: int, entropy: bytes | None = None) -> str:
+    """UUIDv7 text for a time in microseconds; the sub-millisecond part fills `rand_a`, `entropy` (8 bytes) the rest."""
+    random = int.from_bytes(os.urandom(8) if entropy is None else entropy, "big") & ((1 << 62) - 1)
+    milliseconds, rest_us = divmod(now_us, 1000)
+    fraction = (rest_us << 12) // 1000
+    value = (milliseconds & ((1 << 48) - 1)) << 80 | 0x7 << 76 | fraction << 64 | 0b10 << 62 | random
+    return str(uuid.UUID(int=value))
