@@ -23,7 +23,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.modelcache import WeightsError
@@ -53,7 +53,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.special_tokens = _special_tokens(folder, config)
-        self._register_special_tokens(config)
+        self._register_special_tokens()
         self._to_bytes, self._strips_first_space = _decoding(self._backend, folder)
         self._known = self._backend.get_vocab_size(with_added_tokens=True)
         self.vocab_size = int(model.get("vocab_size") or self._known)
@@ -62,8 +62,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._longest_token = max(len(self._to_bytes(text)) for text in self._backend.get_vocab())
 
-    def _register_special_tokens(self, config: dict[str, Any]) -> None:
-        """What transformers does at load: named special tokens are special, add_bos/eos_token decide the template."""
+    def _register_special_tokens(self) -> None:
+        """Tokens that the configuration names are special even if tokenizer.json forgot to say so, as in transformers."""
         named = set(self.special_tokens.values())
         held = self._backend.get_added_tokens_decoder().values()
         missing = named - {token.content for token in held if token.special}
@@ -72,13 +72,6 @@ class Tokenizer:
         )
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        if "add_bos_token" in config or "add_eos_token" in config:
-            bos = self.special_tokens.get("bos_token") if config.get("add_bos_token") else None
-            eos = self.special_tokens.get("eos_token") if config.get("add_eos_token") else None
-            around = [(text, self._backend.token_to_id(text)) for text in (bos, eos) if text is not None]
-            self._backend.post_processor = processors.TemplateProcessing(
-                single=[*([bos] if bos else []), "$A", *([eos] if eos else [])], special_tokens=around
-            )
 
     def _eos_token_ids(self, folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
         """generation_config.json's, else config.json's; the tokenizer's own always belongs to them."""
