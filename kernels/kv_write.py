@@ -11,8 +11,6 @@ Queries and keys are rotated in place, in float32; then keys and values go to th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kernels.jit import jit, padded, tl
@@ -59,10 +57,10 @@ def triton(qkv: torch.Tensor, rotary: torch.Tensor | None, slots: torch.Tensor, 
 
 @jit
 def kernel(
-    qkv: Any,
-    rotary: Any,
-    slots: Any,
-    cache: Any,
+    qkv: tl.tensor,
+    rotary: tl.tensor,
+    slots: tl.tensor,
+    cache: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,

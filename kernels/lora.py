@@ -114,12 +114,12 @@ def _tiles(batch: LoraBatch, device: torch.device) -> torch.Tensor:
 
 @jit
 def shrink_kernel(
-    shrunk: Any,
-    x: Any,
-    shrink: Any,
-    tiles: Any,
-    rows: Any,
-    ranks: Any,
+    shrunk: tl.tensor,
+    x: tl.tensor,
+    shrink: tl.tensor,
+    tiles: tl.tensor,
+    rows: tl.tensor,
+    ranks: tl.tensor,
     INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -145,12 +145,12 @@ def shrink_kernel(
 
 @jit
 def expand_kernel(
-    y: Any,
-    shrunk: Any,
-    expand: Any,
-    tiles: Any,
-    y_stride: Any,
-    column: Any,
+    y: tl.tensor,
+    shrunk: tl.tensor,
+    expand: tl.tensor,
+    tiles: tl.tensor,
+    y_stride: tl.tensor,
+    column: tl.tensor,
     OUTPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,

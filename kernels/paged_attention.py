@@ -258,13 +258,13 @@ def _tiles(batch: AttentionBatch, rows: int, device: torch.device) -> tuple[torc
 
 @jit
 def kernel(
-    out: Any,
-    query: Any,
-    cache: Any,
-    tables: Any,
-    tiles: Any,
-    scale: Any,
-    table_stride: Any,
+    out: tl.tensor,
+    query: tl.tensor,
+    cache: tl.tensor,
+    tables: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    table_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     SIZE: tl.constexpr,

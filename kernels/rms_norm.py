@@ -6,8 +6,6 @@ Every form: `x` [rows, size], `weight` [size], `residual` [rows, size] or None. 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -47,12 +45,12 @@ def triton(
 
 @jit
 def kernel(
-    normed: Any,
-    total: Any,
-    x: Any,
-    residual: Any,
-    weight: Any,
-    eps: Any,
+    normed: tl.tensor,
+    total: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -61,11 +59,13 @@ def kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    value = tl.load(x + row * SIZE + column, mask=inside, other=0.0)
+    wide = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = x.dtype.element_ty
     if HAS_RESIDUAL:
-        value = value + tl.load(residual + row * SIZE + column, mask=inside, other=0.0)
-        tl.store(total + row * SIZE + column, value, mask=inside)
-    wide = value.to(tl.float32)
+        wide += tl.load(residual + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * SIZE + column, wide.to(dtype), mask=inside)
+        wide = wide.to(dtype).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    scaled = (wide * scale).to(value.dtype)
-    tl.store(normed + row * SIZE + column, scaled * tl.load(weight + column, mask=inside, other=0.0), mask=inside)
+    scaled = (wide * scale).to(dtype).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * SIZE + column, (scaled * gain).to(dtype), mask=inside)

@@ -5,8 +5,6 @@ Every form: `gate_up` [rows, 2 * size] contiguous, the gate's columns first; ret
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -35,12 +33,13 @@ def triton(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def kernel(out: Any, gate_up: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def kernel(out: tl.tensor, gate_up: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """One program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
-    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    tl.store(out + row * SIZE + column, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=inside)
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row * SIZE + column, (activated * up).to(dtype), mask=inside)

@@ -12,12 +12,14 @@ from tests.kernels import cases
 
 FORM: Operations = TRITON if os.environ.get("METERHOUSE_TEST_FORM") == "triton" else CPU
 DEVICE = "cuda" if FORM is TRITON and torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16]
+# Triton's interpreter keeps bfloat16 as raw bits and cannot multiply them.
+DTYPES = [torch.float32, torch.float16 if FORM is TRITON and DEVICE == "cpu" else torch.bfloat16]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Within a few units in the last place of the dtype; float32 sums are taken in another order."""
-    rtol, atol = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (1.6e-2, 1e-2)}[expected.dtype]
+    bounds = {torch.float32: (1e-5, 5e-6), torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
+    rtol, atol = bounds[expected.dtype]
     torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=atol)
 
 
@@ -88,9 +90,7 @@ def test_paged_attention(name: str, window: int | None, dtype: torch.dtype) -> N
 
 
 def test_one_batch_serves_layers_of_different_windows() -> None:
-    query, cache, batch = cases.attention(
-        MIXED, heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, scattered=True
-    )
+    query, cache, batch = cases.attention(MIXED, heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, scattered=True)
     for window in (None, 6, None, 3):
         expected = REFERENCE.paged_attention(query, cache, batch, 0.25, window)
         close(FORM.paged_attention(query.to(DEVICE), cache.to(DEVICE), batch, 0.25, window), expected)
@@ -115,6 +115,7 @@ def test_lora(rows: list[tuple[int, int | None]], dtype: torch.dtype) -> None:
     assert torch.equal(actual.cpu()[none], y[none])
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, under the interpreter
 def test_lora_overflow_stays_with_its_own_rows() -> None:
     y, x, weights, batch = cases.lora(
         [(3, 0), (3, 1), (2, None)], [4, 4], inputs=32, outputs=[16], skipped=0, dtype=torch.float32

@@ -1,3 +1,3 @@
 """The CPU forms against the references."""
 
-from tests.kernels.forms import *  # noqa: F403: the cases are the tests
+from tests.kernels.forms import *  # noqa: F403  (the cases are the tests)
