@@ -63,7 +63,7 @@ class Tokenizer:
         self._longest_token = max(len(self._to_bytes(text)) for text in self._backend.get_vocab())
 
     def _register_special_tokens(self) -> None:
-        """Tokens that the configuration names are special even if tokenizer.json forgot to say so, as in transformers."""
+        """As transformers: what the configuration names is special, even if tokenizer.json forgot to say so."""
         named = set(self.special_tokens.values())
         held = self._backend.get_added_tokens_decoder().values()
         missing = named - {token.content for token in held if token.special}

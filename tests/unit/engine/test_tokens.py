@@ -65,6 +65,7 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.save(str(folder / "tokenizer.json"))
     settings_ = {
         "bos_token": "<s>",
