@@ -19,6 +19,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import stripe
@@ -417,7 +418,7 @@ class StripeExporter:
         failures = 0
         for attempt in range(MAX_KEYS):
             try:
-                made = self._call(lambda key=f"{key}-{attempt}": create(key))  # type: ignore[misc]  # bound now
+                made = self._call(partial(create, f"{key}-{attempt}"), keyed=True)
                 answer = made.last_response
                 if not _replayed(answer.headers if answer else None):
                     return made  # a replayed one may be gone since: look
@@ -429,8 +430,8 @@ class StripeExporter:
                 return found
         raise StripeUnavailable(f"too many attempts at this {what} failed within a day; try again tomorrow")
 
-    def _call(self, call: Callable[[], T]) -> T:
-        """One call, its rate limits waited out, its errors in billing's words."""
+    def _call(self, call: Callable[[], T], *, keyed: bool = False) -> T:
+        """One call, its rate limits waited out, its errors in billing's words; with a key also `_KeySpent`."""
         for attempt in range(RATE_LIMIT_TRIES):
             try:
                 return call()
@@ -439,7 +440,7 @@ class StripeExporter:
                     raise StripeUnavailable("Stripe's rate limit did not let us through; try again later") from limited
                 self._sleep(_wait_s(attempt, limited.headers))
             except stripe.StripeError as error:
-                _translate(error)
+                _translate(error, keyed)
         raise AssertionError("the last attempt returns or raises")
 
 
@@ -450,17 +451,17 @@ class _KeySpent(Exception):
         self.replayed = replayed
 
 
-def _translate(error: stripe.StripeError) -> NoReturn:
+def _translate(error: stripe.StripeError, keyed: bool) -> NoReturn:
     """Raise what an error of the SDK means for an export."""
     message = error.user_message or type(error).__name__
-    if isinstance(error, stripe.IdempotencyError) or _replayed(error.headers):
+    if keyed and (isinstance(error, stripe.IdempotencyError) or _replayed(error.headers)):
         raise _KeySpent(replayed=True) from error
     if isinstance(error, stripe.AuthenticationError | stripe.PermissionError):
         raise StripeRefused(f"Stripe does not accept the key: {message}") from error
     if isinstance(error, stripe.APIConnectionError):
         raise StripeUnavailable("Stripe could not be reached; the export can be begun again") from error
     body: Any = error.json_body
-    if error.http_status == 500 and isinstance(body, dict) and "error" in body:
+    if keyed and error.http_status == 500 and isinstance(body, dict) and "error" in body:
         raise _KeySpent(replayed=False) from error
     if error.http_status is not None and (error.http_status >= 500 or error.http_status == 409):
         raise StripeUnavailable(f"Stripe answered {error.http_status}; the export can be begun again") from error
@@ -476,7 +477,8 @@ def _wait_s(attempt: int, headers: Mapping[str, str] | None) -> float:
     said = (headers or {}).get("retry-after", "")
     if said.isdigit():
         return min(float(said), BACKOFF_MAX_S)
-    return min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
+    doubled: float = BACKOFF_S * 2**attempt
+    return min(doubled, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
 
 
 def _tag(thing: Any, key: str) -> str:
