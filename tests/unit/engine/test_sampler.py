@@ -1,0 +1,306 @@
+"""The sampler against transformers' processors and against the distribution it has to draw from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampler import Sampled, Sampler, uniform
+from engine.sequence import Sequence, SequenceGroup
+from engine.types import Request, SamplingParams
+
+VOCAB = 1000
+EOS = 7
+
+
+def sequence(
+    sampling: SamplingParams | None = None,
+    *,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    output: tuple[int, ...] = (),
+    request_id: str = "r",
+    index: int = 0,
+) -> Sequence:
+    request = Request(id=request_id, prompt=list(prompt), sampling=sampling or SamplingParams(), n=index + 1)
+    made = SequenceGroup(request, arrival=0, cache_root=b"").sequences[index]
+    made.tokens.extend(output)
+    return made
+
+
+def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sampler(vocab: int = VOCAB) -> Sampler:
+    return Sampler(vocab, (EOS,), "cpu")
+
+
+def tokens(drawn: list[Sampled]) -> list[int]:
+    return [one.token_id for one in drawn]
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=64, **fields)
+
+
+# ---- greedy, and what changes the distribution ----
+
+
+def test_greedy_is_the_most_likely_token() -> None:
+    scores = logits(4)
+    expected = scores.argmax(-1).tolist()
+    for dtype in (torch.float32, torch.float64):
+        assert tokens(sampler().sample(scores.to(dtype), [sequence(greedy())] * 4)) == expected
+
+
+def test_logits_are_not_changed() -> None:
+    scores = logits(1)
+    before = scores.clone()
+    everything = SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={3: 5.0},
+        min_tokens=3,
+        logprobs=3,
+    )
+    sampler().sample(scores, [sequence(everything, output=(4,))])
+    assert torch.equal(scores, before)
+
+
+def test_end_and_stop_tokens_wait_for_min_tokens() -> None:
+    scores = torch.zeros(1, VOCAB)
+    scores[0, EOS], scores[0, 8], scores[0, 9] = 30.0, 20.0, 10.0
+    params = greedy(min_tokens=2, stop_token_ids=(8,))
+    for output, expected in (((), 9), ((5,), 9), ((5, 5), EOS)):
+        assert tokens(sampler().sample(scores, [sequence(params, output=output)])) == [expected]
+
+
+def test_bias_forces_and_forbids() -> None:
+    scores = logits(2)
+    favourite = int(scores[1].argmax())
+    forced, banned = greedy(logit_bias={42: 100.0}), greedy(logit_bias={favourite: -100.0})
+    second = int(scores[1].topk(2).indices[1])
+    assert tokens(sampler().sample(scores, [sequence(forced), sequence(banned)])) == [42, second]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    output=st.lists(st.integers(0, 40), max_size=20),
+    repetition=st.sampled_from([0.5, 1.0, 1.3]),
+    presence=st.sampled_from([0.0, -1.0, 1.5]),
+    frequency=st.sampled_from([0.0, -0.5, 0.7]),
+)
+def test_penalties_against_their_definitions(
+    prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
+) -> None:
+    scores = logits(2, vocab=41)
+    expected = scores[0].clone()
+    for token in range(41):
+        if token in prompt or token in output:
+            expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+        expected[token] -= presence * (token in output) + frequency * output.count(token)
+    params = greedy(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    pair = [sequence(params, prompt=tuple(prompt), output=tuple(output)), sequence(greedy())]
+    changed = sampler(41)._processed(scores, pair, [one.sampling for one in pair])
+    torch.testing.assert_close(changed[0], expected)
+    assert torch.equal(changed[1], scores[1])
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    scores = logits(1)
+    one = sequence(greedy(repetition_penalty=1.7), prompt=(3, 3, 9), output=(20, 21, 20))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([one.tokens]), scores.clone())
+    assert torch.equal(sampler()._processed(scores, [one], [one.sampling]), expected)
+
+
+# ---- the distribution ----
+
+
+def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities by transformers' warpers, in the order in which generate() applies them."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    out = TemperatureLogitsWarper(params.temperature)(ids, scores)
+    if params.top_k:
+        out = TopKLogitsWarper(params.top_k)(ids, out)
+    if params.top_p < 1.0:
+        out = TopPLogitsWarper(params.top_p)(ids, out)
+    if params.min_p:
+        out = MinPLogitsWarper(params.min_p)(ids, out)
+    return out.double().softmax(-1)
+
+
+GRID = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.3, top_k=20),
+    SamplingParams(temperature=1.0, top_k=700),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=2.0, top_p=0.99),
+    SamplingParams(temperature=1.0, top_p=0.05),
+    SamplingParams(temperature=1.0, top_p=1e-9),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.1, top_k=50, top_p=0.8, min_p=0.02),
+    SamplingParams(temperature=1.0, top_k=VOCAB * 2, top_p=0.5),
+)
+
+
+def kept_tokens(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """[rows, vocab]: which tokens the sampler may draw."""
+    drawer = sampler(scores.shape[-1])
+    column = torch.tensor([[one.temperature] for one in params])
+    scaled = (scores - scores.amax(-1, keepdim=True)) / column
+    threshold = drawer._thresholds(scaled, scaled.exp(), params)
+    return torch.ones_like(scaled, dtype=torch.bool) if threshold is None else scaled >= threshold
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
+def test_what_is_kept_equals_transformers(scale: float) -> None:
+    scores = logits(len(GRID), seed=3) * scale
+    kept = kept_tokens(scores, list(GRID))
+    for row, params in enumerate(GRID):
+        expected = warped(scores[row : row + 1], params)[0] > 0
+        assert int((kept[row] != expected).sum()) == 0, params
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
+    scores = torch.zeros(2, VOCAB)  # all alike: more ties than candidates
+    kept = kept_tokens(scores, [SamplingParams(top_k=3), SamplingParams(top_p=0.1)])
+    assert kept.sum(-1).tolist() == [VOCAB, VOCAB]
+
+
+# Chi-square quantiles: a sum of squares of that many standard normals is above them once in a million times.
+def chi_square_limit(freedom: int) -> float:
+    """Wilson and Hilferty's approximation of the 1 - 1e-6 quantile."""
+    z = 4.753
+    return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("params", GRID, ids=str)
+def test_draws_follow_the_warped_distribution(params: SamplingParams) -> None:
+    draws, vocab = 20_000, 60
+    params = SamplingParams(
+        temperature=params.temperature, top_k=min(params.top_k, 40), top_p=params.top_p, min_p=params.min_p
+    )
+    scores = logits(1, seed=5, vocab=vocab)
+    expected = warped(scores, params)[0] * draws
+    rows = [sequence(params, request_id=f"request-{number}") for number in range(draws)]
+    counts = torch.bincount(
+        torch.tensor(tokens(sampler(vocab).sample(scores.expand(draws, -1), rows))), minlength=vocab
+    )
+    assert int(counts[expected == 0].sum()) == 0
+    frequent = expected >= 5
+    rest = expected[~frequent].sum()
+    observed = torch.cat([counts[frequent].double(), counts[~frequent].sum()[None].double()])
+    wanted = torch.cat([expected[frequent], rest[None]])
+    used = wanted > 0
+    statistic = float(((observed - wanted)[used] ** 2 / wanted[used]).sum())
+    freedom = int(used.sum()) - 1
+    assert statistic <= (chi_square_limit(freedom) if freedom else 1e-9)
+
+
+def test_extreme_temperatures_and_numbers_stay_inside_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = logits(3)
+    cold = SamplingParams(temperature=1e-30)
+    assert tokens(sampler().sample(scores, [sequence(cold)] * 3)) == scores.argmax(-1).tolist()
+    for number in (0.0, 1.0 - 2.0**-53):
+        monkeypatch.setattr("engine.sampler.uniform", lambda _, number=number: number)
+        best = [set(row.topk(2).indices.tolist()) for row in scores]
+        drawn = tokens(sampler().sample(scores, [sequence(SamplingParams(top_k=2))] * 3))
+        assert all(token in kept for token, kept in zip(drawn, best, strict=True))
+
+
+# ---- streams ----
+
+
+def test_a_seeded_stream_is_the_same_alone_and_in_any_batch() -> None:
+    kinds = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_p=0.9, temperature=0.7),
+        SamplingParams(seed=3, top_k=10),
+        SamplingParams(seed=1, min_p=0.05, top_p=0.999, temperature=2.0),
+        greedy(),
+        SamplingParams(seed=-(2**63), repetition_penalty=1.2, presence_penalty=0.5),
+        SamplingParams(seed=5, logprobs=4),
+    ] * 3
+    sequences = [sequence(params, output=tuple(range(row % 4)), index=row % 2) for row, params in enumerate(kinds)]
+    scores = logits(len(sequences), seed=11, vocab=49152)
+    drawer = Sampler(49152, (EOS,), "cpu")
+    together = drawer.sample(scores, sequences)
+    for row, one in enumerate(sequences):
+        assert drawer.sample(scores[row : row + 1], [one])[0] == together[row]
+    backwards = list(range(len(sequences)))[::-1]
+    assert drawer.sample(scores[backwards], [sequences[row] for row in backwards]) == together[::-1]
+
+
+def test_seed_choice_and_position_each_change_the_draw() -> None:
+    seeded = SamplingParams(seed=9)
+    base = uniform(sequence(seeded))
+    assert base == uniform(sequence(seeded, request_id="another"))
+    others = [
+        uniform(sequence(SamplingParams(seed=10))),
+        uniform(sequence(seeded, index=1)),
+        uniform(sequence(seeded, output=(5,))),
+        uniform(sequence(SamplingParams(), request_id="a")),
+        uniform(sequence(SamplingParams(), request_id="b")),
+    ]
+    assert len({base, *others}) == 6
+    assert uniform(sequence(seeded, output=(5,))) == uniform(sequence(seeded, prompt=(1,) * 9, output=(6,)))
+
+
+def test_the_numbers_are_uniform() -> None:
+    numbers = torch.tensor([uniform(sequence(request_id=str(number))) for number in range(20_000)])
+    assert 0 <= float(numbers.min()) < float(numbers.max()) < 1
+    counts = torch.histc(numbers, bins=50, min=0, max=1)
+    assert float(((counts - 400) ** 2 / 400).sum()) < chi_square_limit(49)
+
+
+# ---- log-probabilities ----
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    scores = logits(3)
+    params = [greedy(logprobs=3, logit_bias={42: 100.0}), SamplingParams(temperature=0.5, logprobs=0), greedy()]
+    drawn = sampler().sample(scores, [sequence(one) for one in params])
+    expected = scores.log_softmax(-1)
+    first, second, third = (one.logprob for one in drawn)
+    assert first is not None
+    assert second is not None
+    assert third is None
+    assert first.token_id == drawn[0].token_id == 42
+    assert first.logprob == pytest.approx(float(expected[0, 42]), abs=1e-5)
+    best = expected[0].topk(3)
+    assert [token for token, _ in first.top] == best.indices.tolist()
+    assert [value for _, value in first.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert second.top == []
+    assert second.logprob == pytest.approx(float(expected[1, drawn[1].token_id]), abs=1e-5)
+
+
+def test_a_broken_row_harms_no_other_and_gives_finite_logprobs() -> None:
+    scores = logits(4)
+    healthy = [sequence(SamplingParams(seed=row, top_p=0.9, logprobs=2)) for row in range(4)]
+    expected = sampler().sample(scores, healthy)
+    scores[1] = math.nan
+    scores[2, 5] = math.inf
+    drawn = sampler().sample(scores, healthy)
+    assert [drawn[0], drawn[3]] == [expected[0], expected[3]]
+    for one in drawn:
+        assert 0 <= one.token_id < VOCAB
+        assert one.logprob is not None
+        assert all(math.isfinite(value) for value in (one.logprob.logprob, *(each for _, each in one.logprob.top)))
+    assert 0 <= tokens(sampler().sample(scores, [sequence(greedy())] * 4))[1] < VOCAB
