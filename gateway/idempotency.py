@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.errors import BadRequest, Conflict
+from gateway.errors import BadRequest, Conflict, api_error
 from gateway.sse import Answer
 
 log = structlog.get_logger(__name__)
@@ -142,14 +142,15 @@ class Idempotency:
         self.running[scope] = claim  # before the first pause: a second attempt finds it
         try:
             stored = await asyncio.to_thread(self._store.get, scope, self._clock_us())
-        except BaseException:
+            if stored is None:
+                return claim, None
+            _check_same(stored[0], digest)
+        except BaseException as error:
+            claim.answer.fail(api_error(error))  # for attempts that joined in the meantime
             claim.release()
             raise
-        if stored is None:
-            return claim, None
-        claim.release()
-        _check_same(stored[0], digest)
         claim.answer.end([stored[2]])
+        claim.release()
         return None, claim.answer
 
     async def keep(self, claim: Claim, body: bytes) -> None:

@@ -75,7 +75,7 @@ class Message(Body, kw_only=True):
 
     def plain(self) -> dict[str, str]:
         """As the chat template takes it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -196,6 +196,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The engine's parameters. Raises `BadRequest` naming the first field whose value cannot be served."""
     given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # vLLM's word for off
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -228,9 +230,15 @@ _SHARED = (
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in given.items()}
+        return {_token_id(token): bias for token, bias in given.items()}
     except ValueError:
         raise BadRequest("logit_bias: keys are token ids.", param="logit_bias", code="invalid_value") from None
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise ValueError(text)
+    return int(text)
 
 
 def check_common(body: Sampling, *, max_n: int) -> int:

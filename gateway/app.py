@@ -1,0 +1,167 @@
+"""The composition root: the parts of a gateway, made elsewhere, put together as one Litestar application.
+
+Knows: every room, and which part gets which. Does not know how parts are opened and closed (`lifecycle`) or what any
+of them does. Only `lifecycle` and the tests call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+from litestar import Litestar
+from litestar.datastructures import MutableScopeHeaders
+from litestar.di import Provide
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.types import Message, Scope
+
+from billing.service import Billing
+from engine.client import Engine
+from gateway.admin import AdminState, admin_router
+from gateway.admission import Admission
+from gateway.capture import Capture
+from gateway.errors import handle
+from gateway.health import Health, live, metrics, ready, sample
+from gateway.idempotency import Idempotency
+from gateway.ids import uuid7
+from gateway.limits import Limits
+from gateway.openai.chat import chat_completions
+from gateway.openai.completions import completions
+from gateway.openai.edge import Edge, Tokenizer
+from gateway.openai.models import get_model, list_models
+from gateway.openai.tokenize import detokenize, tokenize
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+from metering.journal import Journal
+from metering.spool import Spool
+
+REQUEST_ID = "x-request-id"
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """The application, and the parts of it that `lifecycle` has to reach."""
+
+    app: Litestar
+    edge: Edge
+    admission: Admission
+    capture: Capture
+    telemetry: Telemetry
+
+
+def now_us() -> int:
+    """The clock: microseconds since the epoch, UTC."""
+    return time.time_ns() // 1000
+
+
+def product_version() -> str:
+    try:
+        return version("meterhouse")
+    except PackageNotFoundError:
+        return "0"
+
+
+def create_gateway(
+    settings: Settings,
+    *,
+    engine: Engine,
+    billing: Billing,
+    spool: Spool,
+    journal: Journal,
+    tokenizer: Tokenizer,
+    idempotency: Idempotency,
+    admin: AdminState | None,
+    clock_us: Callable[[], int] = now_us,
+) -> Gateway:
+    """Put the parts together. Takes the engine's step hook: every step is journalled from now on."""
+    telemetry = Telemetry(engine.info.name, product_version())
+    capture = Capture(spool=spool, journal=journal, billing=billing, telemetry=telemetry, clock_us=clock_us)
+    engine.on_step = capture.on_step
+    admission = Admission(
+        settings=settings,
+        engine=engine,
+        billing=billing,
+        spool=spool,
+        capture=capture,
+        limits=Limits(time.monotonic),
+        telemetry=telemetry,
+        clock_us=clock_us,
+    )
+    edge = Edge(
+        settings=settings,
+        engine=engine,
+        billing=billing,
+        tokenizer=tokenizer,
+        admission=admission,
+        capture=capture,
+        idempotency=idempotency,
+        telemetry=telemetry,
+        started_s=clock_us() // 1_000_000,
+    )
+    health = Health(engine=engine, spool=spool, capture=capture, admission=admission, cache_s=settings.ready_cache_s)
+    telemetry.sample_with(lambda: sample(telemetry, engine, spool, capture, clock_us))
+    app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin, clock_us=clock_us)
+    return Gateway(app, edge, admission, capture, telemetry)
+
+
+def create_app(
+    settings: Settings,
+    *,
+    edge: Edge,
+    health: Health,
+    telemetry: Telemetry,
+    admin: AdminState | None,
+    clock_us: Callable[[], int] = now_us,
+) -> Litestar:
+    """All routes over the given parts."""
+
+    async def before_send(message: Message, scope: Scope) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableScopeHeaders.from_message(message)
+            headers[REQUEST_ID] = request_id(scope, clock_us)
+            telemetry["meterhouse_http_responses_total"].labels(str(message["status"])).inc()
+
+    routes: list[Any] = [
+        chat_completions,
+        completions,
+        list_models,
+        get_model,
+        tokenize,
+        detokenize,
+        live,
+        ready,
+        metrics,
+    ]
+    return Litestar(
+        route_handlers=[*routes, *([admin_router(admin)] if admin is not None else [])],
+        dependencies={
+            "edge": _constant(edge),
+            "health": _constant(health),
+            "telemetry": _constant(telemetry),
+        },
+        exception_handlers={Exception: handle},
+        before_send=[before_send],
+        request_max_body_size=settings.max_body_bytes,
+        openapi_config=OpenAPIConfig(
+            title="Meterhouse", version=product_version(), path="/schema", render_plugins=[JsonRenderPlugin()]
+        ),
+        signature_types=[Edge, Health, Telemetry],
+        debug=False,
+        logging_config=None,
+    )
+
+
+def request_id(scope: Scope, clock_us: Callable[[], int] = now_us) -> str:
+    """The id of one HTTP exchange, for its response and the log; minted once."""
+    state = scope["state"]
+    found = state.get(REQUEST_ID)
+    if found is None:
+        found = state[REQUEST_ID] = "req_" + uuid7(clock_us()).replace("-", "")
+    return str(found)
+
+
+def _constant(value: Any) -> Provide:
+    return Provide(lambda: value, sync_to_thread=False)

@@ -1,0 +1,86 @@
+"""`POST /v1/chat/completions` (https://platform.openai.com/docs/api-reference/chat/create)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from litestar import Request, post
+from litestar.types import ASGIApp
+
+from gateway.admission import Admitted, Ask
+from gateway.errors import BadRequest
+from gateway.openai.edge import Edge, Prepare
+from gateway.openai.render import ChatDialect, Renderer
+from gateway.openai.schema import ChatRequest, check_common, decode, sampling_params
+
+ENDPOINT = "chat.completions"
+
+
+@post("/v1/chat/completions", status_code=200, tags=["OpenAI"])
+async def chat_completions(request: Request[Any, Any, Any], edge: Edge) -> ASGIApp:
+    """A chat's next message, streamed or whole."""
+    return await edge.generate(request, lambda body: decode(ChatRequest, body), lambda asked: _preparer(edge, asked))
+
+
+def _preparer(edge: Edge, asked: ChatRequest) -> Prepare:
+    n = check_common(asked, max_n=edge.settings.max_n)
+    logprobs = _logprobs(asked)
+
+    async def prepare(model: str) -> tuple[Ask, Callable[[Admitted], Renderer]]:
+        prompt = await edge.chat_tokens([message.plain() for message in asked.messages])
+        room = edge.room(len(prompt), "messages")
+        wanted = _max_tokens(asked)
+        sampling = sampling_params(
+            asked,
+            max_tokens=room if wanted is None else wanted,
+            logprobs=logprobs,
+            vocab_size=edge.engine.info.vocab_size,
+        )
+        ask = Ask(
+            endpoint=ENDPOINT,
+            model=asked.model,
+            prompts=[prompt],
+            sampling=sampling,
+            n=n,
+            stream=bool(asked.stream),
+            user=asked.user or "",
+            metadata=asked.metadata or {},
+            cache_salt=asked.cache_salt or "",
+        )
+        return ask, lambda admitted: Renderer(
+            ChatDialect(edge.tokenizer),
+            request_id=admitted.live.id,
+            model=model,
+            created_s=admitted.live.record.ts_us // 1_000_000,
+            choices=n,
+            n=n,
+            stream=ask.stream,
+            include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        )
+
+    return prepare
+
+
+def _max_tokens(asked: ChatRequest) -> int | None:
+    old, new = asked.max_tokens, asked.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise BadRequest("max_tokens: differs from max_completion_tokens.", param="max_tokens", code="invalid_value")
+    if new is not None and new < 1:
+        raise BadRequest(
+            "max_completion_tokens: must be at least 1.", param="max_completion_tokens", code="invalid_value"
+        )
+    return old if new is None else new
+
+
+def _logprobs(asked: ChatRequest) -> int | None:
+    if not asked.logprobs:
+        if asked.top_logprobs:
+            raise BadRequest(
+                "top_logprobs: only allowed when logprobs is true.", param="top_logprobs", code="invalid_value"
+            )
+        return None
+    top = asked.top_logprobs or 0
+    if not 0 <= top <= 20:
+        raise BadRequest("top_logprobs: must lie between 0 and 20.", param="top_logprobs", code="invalid_value")
+    return top

@@ -1,0 +1,247 @@
+"""The engine's updates as the JSON and the frames that OpenAI's clients read.
+
+Knows: the two dialects (`ChatDialect`, `TextDialect`), chunks and whole bodies, log-probabilities, usage. Does not
+know: where updates come from or bytes go to. Frames are built from parts that are encoded once per request; what
+changes in each is a text, an index and at most a finish reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.types import ChoiceDelta, Finish, TokenCounts, TokenLogprob, Update
+from gateway.capture import counts_json
+from gateway.sse import DONE
+
+_encode = msgspec.json.Encoder().encode
+
+INSUFFICIENT_QUOTA = "insufficient_quota"
+_FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.QUOTA: "length"}
+
+
+class Pieces(Protocol):
+    """What a renderer asks of the tokenizer."""
+
+    def piece(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Choice:
+    """One choice of the answer, as far as it has come."""
+
+    __slots__ = ("finish", "index", "logprobs", "offset", "started", "stop_reason", "text")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: Finish | None = None
+        self.stop_reason: int | str | None = None
+        self.started = False
+        self.offset = 0  # characters of the pieces so far, for completions' text_offset
+
+
+class Dialect(Protocol):
+    """How an endpoint words its answer."""
+
+    object: str
+    chunk_object: str
+    id_prefix: str
+
+    def opening(self, choice: Choice) -> bytes | None:
+        """The fields of the chunk that precedes a choice's first; None: there is none."""
+        ...
+
+    def delta(self, text: str) -> bytes:
+        """The fields of a chunk that carry text."""
+        ...
+
+    def closing(self) -> bytes:
+        """The fields of a chunk that carries no text, only the finish reason."""
+        ...
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """The fields of a whole choice."""
+        ...
+
+    def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]: ...
+
+
+class ChatDialect:
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, tokenizer: Pieces) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: Choice) -> bytes | None:
+        return b'"delta":{"role":"assistant","content":""}'
+
+    def delta(self, text: str) -> bytes:
+        return b'"delta":{"content":' + _encode(text) + b"}"
+
+    def closing(self) -> bytes:
+        return b'"delta":{}'
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": "".join(choice.text), "refusal": None}}
+
+    def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
+        content = [
+            {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*top) for top in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._tokenizer
+        return {"token": token.piece(token_id), "logprob": _finite(logprob), "bytes": list(token.token_bytes(token_id))}
+
+
+class TextDialect:
+    object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, tokenizer: Pieces, echo: Sequence[str] | None = None, n: int = 1) -> None:
+        """`echo`: the text of each prompt, to be repeated before its `n` choices."""
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._n = n
+
+    def opening(self, choice: Choice) -> bytes | None:
+        return None if self._echo is None else self.delta(self._prompt_of(choice))
+
+    def _prompt_of(self, choice: Choice) -> str:
+        return "" if self._echo is None else self._echo[choice.index // self._n]
+
+    def delta(self, text: str) -> bytes:
+        return b'"text":' + _encode(text)
+
+    def closing(self) -> bytes:
+        return b'"text":""'
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {"text": self._prompt_of(choice) + "".join(choice.text)}
+
+    def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
+        pieces = [self._tokenizer.piece(entry.token_id) for entry in entries]
+        offsets = []
+        for piece in pieces:
+            offsets.append(choice.offset)
+            choice.offset += len(piece)
+        return {
+            "tokens": pieces,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._tokenizer.piece(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; -9999 is what OpenAI sends for a token out of reach."""
+    return max(logprob, -9999.0)
+
+
+class Renderer:
+    """Turns one request's updates into its answer. Choices are numbered prompt by prompt: `prompt * n + choice`."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        request_id: str,
+        model: str,
+        created_s: int,
+        choices: int,
+        n: int,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        self._dialect = dialect
+        self._stream = stream
+        self._include_usage = include_usage
+        self._n = n
+        self._choices = [Choice(index) for index in range(choices)]
+        identity = {"id": dialect.id_prefix + request_id, "object": "", "created": created_s, "model": model}
+        self._whole = {**identity, "object": dialect.object}
+        self._head = _encode({**identity, "object": dialect.chunk_object})[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def update(self, part: int, update: Update) -> list[bytes]:
+        """Take what a step did for one prompt; the frames that say it, if this is a stream."""
+        frames: list[bytes] = []
+        for delta in update.deltas:
+            choice = self._choices[part * self._n + delta.index]
+            if delta.finish is not None:
+                choice.finish = delta.finish
+                choice.stop_reason = INSUFFICIENT_QUOTA if delta.finish is Finish.QUOTA else delta.stop_reason
+            if self._stream:
+                self._chunks(choice, delta, frames)
+            else:
+                choice.text.append(delta.text)
+                choice.logprobs += delta.logprobs or ()
+        return frames
+
+    def _chunks(self, choice: Choice, delta: ChoiceDelta, frames: list[bytes]) -> None:
+        if not choice.started:
+            choice.started = True
+            opening = self._dialect.opening(choice)
+            if opening is not None:
+                frames.append(self._chunk(choice, opening))
+        reason = _FINISH.get(delta.finish) if delta.finish is not None else None
+        if not (delta.text or delta.logprobs or reason):
+            return
+        fields = self._dialect.delta(delta.text) if delta.text or delta.logprobs else self._dialect.closing()
+        logprobs = self._dialect.logprobs(delta.logprobs, choice) if delta.logprobs else None
+        frames.append(self._chunk(choice, fields, logprobs, reason, choice.stop_reason if reason else None))
+
+    def _chunk(
+        self,
+        choice: Choice,
+        fields: bytes,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        return b"".join(
+            (
+                b"data: ",
+                self._head,
+                b'{"index":%d,' % choice.index,
+                fields,
+                b',"logprobs":',
+                _encode(logprobs) if logprobs else b"null",
+                b',"finish_reason":',
+                _encode(reason),
+                b',"stop_reason":' + _encode(stop_reason) if reason else b"",
+                b"}",
+                self._tail,
+            )
+        )
+
+    def ending(self, counts: TokenCounts) -> list[bytes]:
+        """What may leave once the request is settled: the usage chunk and `[DONE]`, or the whole body."""
+        if not self._stream:
+            choices = [self._whole_choice(choice) for choice in self._choices]
+            return [_encode({**self._whole, "choices": choices, "usage": counts_json(counts)})]
+        if not self._include_usage:
+            return [DONE]
+        usage = b'],"usage":' + _encode(counts_json(counts)) + b"}\n\n"
+        return [b"data: " + self._head + usage, DONE]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            **self._dialect.whole(choice),
+            "logprobs": self._dialect.logprobs(choice.logprobs, choice) if choice.logprobs else None,
+            "finish_reason": _FINISH.get(choice.finish) if choice.finish is not None else None,
+            "stop_reason": choice.stop_reason,
+        }
