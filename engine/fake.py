@@ -12,12 +12,13 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engine.client import StepHook, UpdateStream
 from engine.sequence import SequenceGroup, check_request
+from engine.tokens import Detokenizer, Tokenizer
 from engine.types import (
     AdapterInfo,
     AdapterRef,
@@ -29,6 +30,7 @@ from engine.types import (
     EngineUnavailable,
     Finish,
     ModelInfo,
+    PromptTooLong,
     Request,
     StepOutput,
     TokenLogprob,
@@ -38,75 +40,48 @@ from engine.types import (
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-class SomeTokenizer(Protocol):
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
-class FakeTokenizer:
-    """One token a byte of UTF-8, and one (256) that ends a sequence. Same methods as `engine.tokens.Tokenizer`."""
+class FakeTokenizer(Tokenizer):
+    """One token a byte of UTF-8, and one (256) that ends a sequence. A chat is lines of `role: content`."""
 
     vocab_size: int = 257
     eos_token_ids: tuple[int, ...] = (256,)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+    def __init__(self) -> None:
+        self.special_tokens = {"eos_token": "<end>"}
+        self._special_ids = frozenset(self.eos_token_ids)
+        self._strips_first_space = False
 
-    def apply_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **_: Any) -> list[int]:
+    @property
+    def has_chat_template(self) -> bool:
+        return True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        ids = list(text.encode())
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise PromptTooLong(f"The prompt has {len(ids)} tokens; at most {max_tokens} are possible.")
+        return ids
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         lines = [f"{message['role']}: {message.get('content') or ''}\n" for message in messages]
-        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-    def piece(self, token_id: int) -> str:
-        return self.decode([token_id])
-
-
-class _Text:
-    """The text of one choice: holds back half characters and what may be the start of a stop string."""
-
-    def __init__(self, tokenizer: SomeTokenizer, request: Request) -> None:
-        self._tokenizer = tokenizer
-        self._sampling = request.sampling
-        self._ids: list[int] = []
-        self._sent = 0
-
-    def push(self, token: int) -> tuple[str, str | None]:
-        """New text that is safe to send, and the stop string that this token completed."""
-        self._ids.append(token)
-        text = self._decoded()
-        places = ((text.find(stop, self._sent), stop) for stop in self._sampling.stop)
-        found = min((place for place in places if place[0] >= 0), default=None)
-        if found is not None:
-            end = found[0] + (len(found[1]) if self._sampling.include_stop_str_in_output else 0)
-            return self._send(text[:end]), found[1]
-        return self._send(text[: len(text) - self._held(text)]), None
-
-    def flush(self) -> str:
-        return self._send(self._decoded())
-
-    def _decoded(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._sampling.skip_special_tokens)
-
-    def _held(self, text: str) -> int:
-        starts = (size for stop in self._sampling.stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(max(starts, default=0), len(text) - len(text.rstrip("\ufffd")))
-
-    def _send(self, text: str) -> str:
-        new = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return new
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if 0 <= token_id < 256 else b"<end>" if token_id == 256 else b""
 
 
 class _Job:
     """One request in the fake engine; `group` keeps its counts, its choices and its ceiling."""
 
-    def __init__(self, request: Request, tokenizer: SomeTokenizer, replies: list[list[int]], arrival: int) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, replies: list[list[int]], arrival: int) -> None:
         self.group = SequenceGroup(request, arrival=arrival, cache_root=b"", arrived_us=time.monotonic_ns() // 1000)
-        self.texts = [_Text(tokenizer, request) for _ in range(request.n)]
+        self.texts = [Detokenizer(tokenizer, request.sampling) for _ in range(request.n)]
         self.replies = replies
         self.stream = UpdateStream()
         self.aborted = False
@@ -125,7 +100,7 @@ class FakeEngine:
 
     def __init__(
         self,
-        tokenizer: SomeTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         step_s: float = 0.0,
         *,
         reply: Callable[[Request, int], list[int]] | None = None,
@@ -138,7 +113,7 @@ class FakeEngine:
         restart_s: float = 0.02,
         name: str = "fake",
     ) -> None:
-        self.tokenizer: SomeTokenizer = tokenizer or FakeTokenizer()
+        self.tokenizer: Tokenizer = tokenizer or FakeTokenizer()
         self.on_step: StepHook | None = None
         self.submitted: list[Request] = []
         self._step_s = step_s
@@ -353,7 +328,7 @@ class FakeEngine:
             deltas,
             finished=finished,
             finish=group.finish if finished else None,
-            queue_us=group.queue_us,
+            queue_us=group.queue_us or 0,
             paused=paused,
         )
 
@@ -408,7 +383,7 @@ class FakeEngine:
         ended = position >= len(reply) or (self._eos_after is not None and position >= self._eos_after)
         if ended and position >= sampling.min_tokens and not sampling.ignore_eos and self._info.eos_token_ids:
             return self._info.eos_token_ids[0]
-        return reply[position % len(reply)]
+        return reply[position % len(reply)] if reply else 0
 
     def _repeat_prompt(self, request: Request, index: int) -> list[int]:
         plain = [token for token in request.prompt if token not in self._info.eos_token_ids] or [0]

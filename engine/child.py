@@ -1,0 +1,161 @@
+"""The engine's own process: takes messages between steps, sends one message a step.
+
+Knows: the socket to the parent and the loop around `EngineCore`. Does not know: who supervises it
+(`process`), HTTP, tenants. Lives no longer than its parent: the kernel kills it when the parent dies, and an
+end of file on the socket ends it too. Ctrl-C belongs to the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from engine.core import EngineCore
+from engine.modelcache import WeightsError
+from engine.types import AdapterRejected, EngineConfig, EngineError
+from engine.wire import (
+    Abort,
+    Configure,
+    Failed,
+    Load,
+    Loaded,
+    Ready,
+    SetCeiling,
+    Stepped,
+    Submit,
+    ToChild,
+    ToParent,
+    Unframer,
+    Unload,
+    Unloaded,
+    frame,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Pipe:
+    """The child's end of the socket; blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unframer = Unframer.at_child()
+
+    def send(self, message: ToParent) -> None:
+        self._sock.sendall(frame(message))
+
+    def receive(self) -> list[ToChild]:
+        """The messages that are there. Raises `EOFError` when the parent is gone."""
+        messages: list[ToChild] = []
+        while self.wait(0):
+            data = self._sock.recv(1 << 18)
+            if not data:
+                raise EOFError
+            messages += self._unframer.feed(data)
+        return messages
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether there is something to receive, or the end, within that time (None: however long it takes)."""
+        return bool(select.select([self._sock], [], [], timeout_s)[0])
+
+
+def serve(pipe: Pipe, core: EngineCore) -> None:
+    """Step while there is work, sleep while there is none. Returns by `EOFError` when the parent is gone."""
+    pipe.send(Ready(core.info))
+    while True:
+        for message in pipe.receive():
+            _obey(pipe, core, message)
+        output = core.step()
+        if output is not None:
+            pipe.send(Stepped(output))
+        for adapter_id in core.take_unloaded():
+            pipe.send(Unloaded(adapter_id))
+        if output is None and not pipe.wait(IDLE_CHECK_S):
+            core.check_integrity()
+            pipe.wait(None)
+
+
+def _obey(pipe: Pipe, core: EngineCore, message: ToChild) -> None:
+    match message:
+        case Submit(arrived_us, request):
+            try:
+                core.add(request, arrived_us=arrived_us)
+            except EngineError as error:
+                core.refuse(request.id, str(error))
+        case Abort(request_id):
+            core.abort(request_id)
+        case SetCeiling(request_id, tokens, final):
+            core.set_ceiling(request_id, tokens, final=final)
+        case Load(adapter):
+            try:
+                pipe.send(Loaded(adapter.id, core.load_adapter(adapter)))
+            except AdapterRejected as error:
+                pipe.send(Loaded(adapter.id, None, str(error)))
+        case Unload(adapter_id):
+            core.unload_adapter(adapter_id)
+        case Configure():
+            raise RuntimeError("configured twice")
+
+
+def _build(config: EngineConfig, builder: str) -> EngineCore:
+    """Call `module:function` with the config."""
+    module, _, name = builder.partition(":")
+    build: Callable[[EngineConfig], EngineCore] = getattr(importlib.import_module(module), name)
+    return build(config)
+
+
+def _why(error: Exception) -> str:
+    """One sentence for the operator."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "there is not enough memory to load the model"
+    text = str(error).strip()
+    return text if text else f"the engine failed with {type(error).__name__}"
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was told
+        sys.exit(1)
+
+
+def _first(pipe: Pipe) -> EngineConfig:
+    messages: list[ToChild] = []
+    while not messages:
+        pipe.wait(None)
+        messages = pipe.receive()
+    if len(messages) != 1 or not isinstance(messages[0], Configure):
+        raise RuntimeError("not configured")
+    return messages[0].config
+
+
+def main(fd: int, parent_pid: int, builder: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(parent_pid)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        pipe = Pipe(sock)
+        config = _first(pipe)
+        try:
+            core = _build(config, builder)
+        except Exception as error:
+            if not isinstance(error, EngineError | WeightsError | MemoryError):
+                log.exception("the engine cannot start")
+            pipe.send(Failed(_why(error)))
+            return 1
+        gc.collect()
+        gc.freeze()  # what the model brought along is there to stay: no collection need look at it again
+        serve(pipe, core)
+    return 0

@@ -1,0 +1,365 @@
+"""The engine: `step()` is schedule → run → sample → emit.
+
+Knows: the open requests, their text and how each ends, the adapters and who uses them. Does not know:
+sockets and processes (`process`), which sequences run (`scheduler`), tensors (the runner it is given, which
+also samples).
+
+Nothing happens but in a call: `add`, `abort`, `set_ceiling` and `unload_adapter` take effect between two
+steps, so what ends a request ends it with the counts of the last whole step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.blocks import BlockPool, cache_root
+from engine.scheduler import Scheduled, Scheduler, StepPlan
+from engine.sequence import Sequence as TokenSequence
+from engine.sequence import SequenceGroup, check_request
+from engine.tokens import Detokenizer, Tokenizer
+from engine.types import (
+    AdapterInfo,
+    AdapterRef,
+    AdapterUnknown,
+    ChoiceDelta,
+    EngineConfig,
+    EngineError,
+    EngineStats,
+    Finish,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    StepOutput,
+    TokenCounts,
+    TokenLogprob,
+    Update,
+)
+
+log = logging.getLogger(__name__)
+
+FAILED_STEPS_MAX = 3
+"""So many steps in a row in which no sequence could be computed are the engine's fault, not a request's."""
+
+
+class SampledToken(Protocol):
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> TokenLogprob | None: ...
+
+
+class StepRunner(Protocol):
+    """What the core needs of `engine.runner.Runner`; tests give a scripted one.
+
+    `execute` computes every entry and draws a token where `sample` is set (None elsewhere). It may be called
+    again for an entry whose step failed, and then does the same. Adapters: `load_adapter` raises
+    `AdapterRejected`; an adapter is unloaded only when nothing uses it.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    def execute(self, plan: StepPlan) -> Sequence[SampledToken | None]: ...
+    def copy_block(self, src: int, dst: int) -> None: ...
+    def load_adapter(self, ref: AdapterRef) -> AdapterInfo: ...
+    def unload_adapter(self, adapter_id: str) -> None: ...
+
+
+class TextStream(Protocol):
+    """What the core needs of `engine.tokens.Detokenizer`."""
+
+    def push(self, token_id: int) -> tuple[str, str | None]: ...
+    def flush(self) -> str: ...
+
+
+def monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class EngineCore:
+    """Serves requests with a runner, one step a call. Not thread-safe."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        detokenizer: Callable[[Tokenizer, SamplingParams], TextStream] = Detokenizer,
+        clock_us: Callable[[], int] = monotonic_us,
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._clock_us = clock_us
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        self.scheduler = Scheduler(
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+        )
+        longest = min(runner.info.max_model_len, runner.num_blocks * runner.block_size)
+        self.info: ModelInfo = msgspec.structs.replace(runner.info, max_model_len=longest)
+        self._texts: dict[str, list[TextStream]] = {}
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._users: Counter[str] = Counter()  # open requests by adapter
+        self._unloading: set[str] = set()
+        self._unloaded: list[str] = []
+        self._ended: list[Update] = []  # ended between steps, not reported yet
+        self._arrivals = 0
+        self._steps = 0
+        self._busy_us = 0
+        self._failed_steps = 0
+
+    # Between steps
+
+    def add(self, request: Request, *, arrived_us: int | None = None) -> None:
+        """Take a request in; raises an `EngineError` with nothing changed. `arrived_us`: when its wait began."""
+        check_request(request, self.info)
+        if request.id in self._texts:
+            raise EngineError("a request of this id is open already")
+        digest = self._digest(request.adapter)
+        self._arrivals += 1
+        group = SequenceGroup(
+            request,
+            arrival=self._arrivals,
+            cache_root=cache_root(request.tenant, digest, request.cache_salt),
+            arrived_us=self._clock_us() if arrived_us is None else arrived_us,
+        )
+        texts = [self._detokenizer(self._tokenizer, request.sampling) for _ in range(request.n)]
+        self.scheduler.add(group)
+        self._texts[request.id] = texts
+        if request.adapter:
+            self._users[request.adapter.id] += 1
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """Report a request that `add` refused, to a caller that cannot be told by an exception."""
+        self._ended.append(Update(request_id, TokenCounts(), [], finished=True, finish=Finish.ERROR, error=reason))
+
+    def abort(self, request_id: str) -> None:
+        group = self.scheduler.groups.get(request_id)
+        if group is not None:
+            self._ended.append(self._update(group, self._end(group, Finish.ABORT)))
+
+    def set_ceiling(self, request_id: str, tokens: int, *, final: bool) -> None:
+        group = self.scheduler.groups.get(request_id)
+        if group is None:
+            return
+        self.scheduler.set_ceiling(group, tokens, final=final)
+        if group.at_ceiling and group.ceiling_final:
+            self._ended.append(self._update(group, self._end(group, Finish.QUOTA)))
+
+    def load_adapter(self, ref: AdapterRef) -> AdapterInfo:
+        """Make an adapter known; raises `AdapterRejected`. The same load again is answered from memory."""
+        if ref.id not in self._adapters:
+            self._adapters[ref.id] = self._runner.load_adapter(ref)
+        return self._adapters[ref.id]
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """Refuse it from now on; `take_unloaded` names it once its last request has ended."""
+        if adapter_id not in self._adapters:
+            self._unloaded.append(adapter_id)
+            return
+        self._unloading.add(adapter_id)
+        self._unload_unused(adapter_id)
+
+    def take_unloaded(self) -> list[str]:
+        unloaded, self._unloaded = self._unloaded, []
+        return unloaded
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+    # The step
+
+    def step(self) -> StepOutput | None:
+        """Report what ended since the last step, else compute one; None when there is nothing to do."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return self._report(ended)
+        plan = self.scheduler.schedule()
+        if not plan.scheduled:
+            return None
+        began_us = self._clock_us()
+        self._note_queue(plan, began_us)
+        plan, sampled, failed = self._run(plan)
+        self.scheduler.commit(plan, [None if token is None else token.token_id for token in sampled])
+        updates = self._emit(plan, sampled, failed)
+        self._busy_us += self._clock_us() - began_us
+        return self._report(updates)
+
+    def _run(self, plan: StepPlan) -> tuple[StepPlan, Sequence[SampledToken | None], list[SequenceGroup]]:
+        """What was computed, what was drawn, and the requests that could not be computed."""
+        for source, destination in plan.copies:
+            self._runner.copy_block(source, destination)
+        try:
+            sampled = self._runner.execute(plan)
+        except Exception:
+            log.exception("a step failed; computing its sequences one by one")
+            return self._run_one_by_one(plan)
+        self._failed_steps = 0
+        return plan, sampled, []
+
+    def _run_one_by_one(self, plan: StepPlan) -> tuple[StepPlan, Sequence[SampledToken | None], list[SequenceGroup]]:
+        """A failed step again, so that the request that fails it fails alone."""
+        done: list[Scheduled] = []
+        sampled: list[SampledToken | None] = []
+        failed: dict[str, SequenceGroup] = {}
+        for entry in plan.scheduled:
+            try:
+                sampled += self._runner.execute(StepPlan([entry]))
+                done.append(entry)
+            except Exception:
+                failed[entry.sequence.request.id] = entry.sequence.group
+        self._failed_steps = 0 if done else self._failed_steps + 1
+        if self._failed_steps >= FAILED_STEPS_MAX:
+            raise RuntimeError(f"{FAILED_STEPS_MAX} steps in a row could not be computed at all")
+        return StepPlan(done), sampled, list(failed.values())
+
+    def _emit(
+        self, plan: StepPlan, sampled: Sequence[SampledToken | None], failed: list[SequenceGroup]
+    ) -> list[Update]:
+        """One update for each request that the step touched."""
+        touched: dict[str, SequenceGroup] = {}
+        deltas: dict[str, list[ChoiceDelta]] = {}
+        for entry, token in zip(plan.scheduled, sampled, strict=True):
+            request_id = entry.sequence.request.id
+            touched[request_id] = entry.sequence.group
+            said = deltas.setdefault(request_id, [])
+            if token is not None:
+                said.append(self._advance(entry.sequence, token))
+        for group in failed:
+            touched[group.request.id] = group
+            deltas[group.request.id] = _merged(deltas.get(group.request.id, []), self._end(group, Finish.ERROR))
+        return [self._settle_ceiling(group, deltas[request_id]) for request_id, group in touched.items()]
+
+    def _advance(self, sequence: TokenSequence, token: SampledToken) -> ChoiceDelta:
+        """Add a sampled token to its choice's text, and end the choice if it ends here."""
+        sampling, token_id = sequence.sampling, token.token_id
+        text = self._texts[sequence.request.id][sequence.index]
+        finish: Finish | None = None
+        stop_reason: int | str | None = None
+        if token_id in sampling.stop_token_ids:
+            new = text.push(token_id)[0] if sampling.include_stop_str_in_output else ""
+            new, finish, stop_reason = new + text.flush(), Finish.STOP, token_id
+        elif token_id in self.info.eos_token_ids and not sampling.ignore_eos:
+            new, finish = text.flush(), Finish.STOP
+        else:
+            new, stop_reason = text.push(token_id)
+            if stop_reason is not None:
+                finish = Finish.STOP
+            elif sequence.num_sampled >= sampling.max_tokens:
+                new, finish = new + text.flush(), Finish.LENGTH
+        if finish is not None:
+            self._finish(sequence, finish)
+        logprobs = None if token.logprob is None else [token.logprob]
+        return ChoiceDelta(sequence.index, [token_id], new, logprobs, finish, stop_reason)
+
+    def _settle_ceiling(self, group: SequenceGroup, deltas: list[ChoiceDelta]) -> Update:
+        """The update of a step; at the ceiling the request ends if that is final, and pauses if not."""
+        paused = group.at_ceiling and bool(group.unfinished)
+        if paused and group.ceiling_final:
+            deltas = _merged(deltas, self._end(group, Finish.QUOTA))
+            paused = False
+        return self._update(group, deltas, paused=paused)
+
+    def _update(self, group: SequenceGroup, deltas: list[ChoiceDelta], *, paused: bool = False) -> Update:
+        finished = not group.unfinished
+        finish = group.finish if finished else None
+        return Update(
+            group.request.id,
+            group.counts,
+            deltas,
+            finished=finished,
+            finish=finish,
+            error="the engine could not compute this request" if finish is Finish.ERROR else None,
+            queue_us=group.queue_us or 0,
+            paused=paused,
+        )
+
+    def _report(self, updates: list[Update]) -> StepOutput:
+        self._steps += 1
+        scheduler = self.scheduler
+        stats = EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            blocks_total=scheduler.pool.num_blocks,
+            blocks_used=scheduler.pool.num_used,
+            preemptions_total=scheduler.stats.preemptions,
+            prefix_queries_total=scheduler.stats.prefix_queries,
+            prefix_hits_total=scheduler.stats.prefix_hits,
+            steps_total=self._steps,
+            busy_us_total=self._busy_us,
+            adapters_loaded=len(self._adapters),
+        )
+        return StepOutput(self._steps, updates, stats)
+
+    def _note_queue(self, plan: StepPlan, now_us: int) -> None:
+        for entry in plan.scheduled:
+            group = entry.sequence.group
+            if group.queue_us is None:
+                group.queue_us = max(0, now_us - group.arrived_us)
+
+    # Ends
+
+    def _end(self, group: SequenceGroup, finish: Finish) -> list[ChoiceDelta]:
+        """End all choices that have not ended; their held-back text is given out."""
+        deltas = []
+        for sequence in group.unfinished:
+            rest = self._texts[group.request.id][sequence.index].flush()
+            self._finish(sequence, finish)
+            deltas.append(ChoiceDelta(sequence.index, [], rest, None, finish))
+        return deltas
+
+    def _finish(self, sequence: TokenSequence, finish: Finish) -> None:
+        self.scheduler.finish(sequence, finish)
+        request = sequence.request
+        if sequence.group.unfinished:
+            return
+        del self._texts[request.id]
+        if request.adapter:
+            self._users[request.adapter.id] -= 1
+            self._unload_unused(request.adapter.id)
+
+    def _digest(self, adapter: AdapterRef | None) -> str:
+        if adapter is None:
+            return ""
+        if adapter.id not in self._adapters or adapter.id in self._unloading:
+            raise AdapterUnknown("the adapter is not loaded")
+        return self._adapters[adapter.id].digest
+
+    def _unload_unused(self, adapter_id: str) -> None:
+        if adapter_id in self._unloading and self._users[adapter_id] == 0:
+            self._runner.unload_adapter(adapter_id)
+            self._unloading.discard(adapter_id)
+            self._adapters.pop(adapter_id)
+            self._users.pop(adapter_id)
+            self._unloaded.append(adapter_id)
+
+
+def build(config: EngineConfig) -> EngineCore:
+    """The core over the real runner. Raises an `EngineError` with the reason when the model cannot be served."""
+    from engine.runner import Runner  # imports torch, which the core itself does without
+
+    return EngineCore(Runner(config), Tokenizer(Path(config.model)), config)
+
+
+def _merged(deltas: list[ChoiceDelta], ends: list[ChoiceDelta]) -> list[ChoiceDelta]:
+    """The deltas of a step with the ends of choices in them, one delta a choice."""
+    by_index = {delta.index: delta for delta in deltas}
+    for end in ends:
+        said = by_index.get(end.index, end)
+        text = said.text + end.text if said is not end else end.text
+        by_index[end.index] = ChoiceDelta(end.index, said.token_ids, text, said.logprobs, end.finish, None)
+    return list(by_index.values())
