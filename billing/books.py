@@ -52,10 +52,10 @@ class Books:
         self.ledger = Ledger()
         self.invoices = Invoices()
 
-    def apply(self, row: StoredEvent) -> None:
-        """Fold the next row in; a row already folded in changes nothing."""
+    def apply(self, row: StoredEvent) -> Fact | None:
+        """Fold the next row in and give its fact; a row already folded in changes nothing and gives None."""
         if row.seq <= self.seq:
-            return
+            return None
         fact = fact_of(row)
         match fact:
             case UsageRated() | UsageUnrated() | CreditGranted():
@@ -67,3 +67,4 @@ class Books:
             case _:
                 self.invoices.apply(fact, row.seq)
         self.seq = row.seq
+        return fact

@@ -1,0 +1,300 @@
+"""Reconciliation: journalled engine counts = spool + usage store = ledger = invoice lines = Stripe, or where they part.
+
+Pure: rows in, a report out. Does not know: where any of the rows are kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from billing.invoice import Invoice, InvoiceStatus, owner
+from billing.ledger import Unrated, UsageRated
+from billing.prices import TokenClass
+from metering.counts import CountRow, hour_of
+from metering.events import UsageEvent, content_hash
+
+IDS_SHOWN = 20  # event ids named per difference
+Cell = tuple[str, str, int]  # tenant, model, first microsecond of the hour in which the requests began
+
+
+class Tokens(msgspec.Struct, frozen=True, order=True):
+    """Sums of one cell or invoice."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(
+            self.requests + other.requests,
+            self.prompt + other.prompt,
+            self.cached + other.cached,
+            self.completion + other.completion,
+        )
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant, model and hour, as each of the books has it."""
+
+    tenant: str
+    model: str
+    hour_us: int
+    journal: Tokens | None  # None: not compared, the hour has requests under way or there is no journal
+    stored: Tokens
+    rated: Tokens
+    invoiced: Tokens
+    amount_femto: int
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where two books part. `between` names them; `event_ids` are the first that only one of them has."""
+
+    between: str
+    tenant: str
+    model: str = ""
+    hour_us: int | None = None
+    invoice_id: str = ""
+    left: str
+    right: str
+    event_ids: list[str] = []
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`ok` when there is no difference."""
+
+    start_us: int
+    end_us: int
+    rows: list[Row]
+    differences: list[Difference]
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+
+class Charged(msgspec.Struct, frozen=True):
+    """A charge and its number in the ledger."""
+
+    seq: int
+    rated: UsageRated
+
+
+class Sources(msgspec.Struct, kw_only=True):
+    """What is compared, all of it for requests that began in [start_us, end_us), whole hours."""
+
+    start_us: int
+    end_us: int
+    events: Iterable[UsageEvent]  # spool and usage store; one that is in both may come twice
+    charged: Sequence[Charged]
+    unrated: Sequence[Unrated]
+    invoices: Mapping[str, Sequence[Invoice]]  # by tenant, all of them in the order of their cuts
+    journal: Iterable[CountRow] | None = None
+    open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
+    provider_totals: Mapping[str, int | None] = {}  # invoices to compare → minor units, None: it has none
+
+
+def compare(sources: Sources) -> Report:
+    """Every cell of every book, and every place where two of them part."""
+    charges = {charge.rated.event_id: charge for charge in sources.charged}
+    stored, differences = _stored(sources.events, {id: charge.rated.event_hash for id, charge in charges.items()})
+    stored_cells, rated_cells, invoiced_cells, amounts = _cells(sources, stored)
+    journal = _journal_cells(sources)
+    rows = []
+    for cell in sorted({*stored_cells, *rated_cells, *(journal or {})}):
+        closed = journal is not None and (sources.open_from_us is None or cell[2] < hour_of(sources.open_from_us))
+        rows.append(
+            Row(
+                tenant=cell[0],
+                model=cell[1],
+                hour_us=cell[2],
+                journal=journal.get(cell, Tokens()) if journal is not None and closed else None,
+                stored=stored_cells[cell],
+                rated=rated_cells[cell],
+                invoiced=invoiced_cells[cell],
+                amount_femto=amounts[cell],
+            )
+        )
+    differences += _journal_differences(rows)
+    differences += _ledger_differences(sources, stored, charges)
+    differences += _invoice_differences(sources)
+    return Report(start_us=sources.start_us, end_us=sources.end_us, rows=rows, differences=differences)
+
+
+def _stored(
+    events: Iterable[UsageEvent], standing: Mapping[str, str]
+) -> tuple[dict[str, UsageEvent], list[Difference]]:
+    """The one content of each id: what the ledger charged if it is there, else the first. More are a difference."""
+    kept: dict[str, tuple[str, UsageEvent]] = {}
+    conflicts: dict[str, UsageEvent] = {}
+    for event in events:
+        digest = content_hash(event)
+        before = kept.setdefault(event.event_id, (digest, event))
+        if before[0] != digest:
+            conflicts[event.event_id] = event
+            if digest == standing.get(event.event_id):
+                kept[event.event_id] = (digest, event)
+    differences = [
+        Difference(
+            between="event content",
+            tenant=event.tenant,
+            model=event.model,
+            hour_us=hour_of(event.ts_us),
+            left="one content",
+            right="more than one",
+            event_ids=[event.event_id],
+        )
+        for event in conflicts.values()
+    ]
+    return {id: event for id, (_, event) in kept.items()}, differences
+
+
+def _of_event(event: UsageEvent | UsageRated) -> Tokens:
+    return Tokens(1, event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+
+
+def _cell(event: UsageEvent | UsageRated) -> Cell:
+    return event.tenant, event.model, hour_of(event.ts_us)
+
+
+def _cells(
+    sources: Sources, stored: Mapping[str, UsageEvent]
+) -> tuple[dict[Cell, Tokens], dict[Cell, Tokens], dict[Cell, Tokens], dict[Cell, int]]:
+    stored_cells: dict[Cell, Tokens] = defaultdict(Tokens)
+    rated_cells: dict[Cell, Tokens] = defaultdict(Tokens)
+    invoiced_cells: dict[Cell, Tokens] = defaultdict(Tokens)
+    amounts: dict[Cell, int] = defaultdict(int)
+    for event in stored.values():
+        stored_cells[_cell(event)] += _of_event(event)
+    for charge in sources.charged:
+        cell = _cell(charge.rated)
+        rated_cells[cell] += _of_event(charge.rated)
+        amounts[cell] += int(charge.rated.amount_femto)
+        if owner(charge.rated.ts_us, charge.seq, sources.invoices.get(charge.rated.tenant, ())):
+            invoiced_cells[cell] += _of_event(charge.rated)
+    return stored_cells, rated_cells, invoiced_cells, amounts
+
+
+def _journal_cells(sources: Sources) -> dict[Cell, Tokens] | None:
+    if sources.journal is None:
+        return None
+    cells: dict[Cell, Tokens] = defaultdict(Tokens)
+    for row in sources.journal:
+        cells[row.tenant, row.model, row.hour_us] += Tokens(row.requests, row.prompt, row.cached, row.completion)
+    return cells
+
+
+def _text(tokens: Tokens) -> str:
+    return f"{tokens.prompt} prompt, {tokens.cached} cached, {tokens.completion} completion"
+
+
+def _journal_differences(rows: Iterable[Row]) -> Iterable[Difference]:
+    """The engine's journal against what was settled; tokens only, as a request may end before any."""
+    for row in rows:
+        if row.journal is not None and _text(row.journal) != _text(row.stored):
+            yield Difference(
+                between="engine journal and usage store",
+                tenant=row.tenant,
+                model=row.model,
+                hour_us=row.hour_us,
+                left=_text(row.journal),
+                right=_text(row.stored),
+            )
+
+
+def _ledger_differences(
+    sources: Sources, stored: Mapping[str, UsageEvent], charges: Mapping[str, Charged]
+) -> Iterable[Difference]:
+    """Event by event: stored and not charged, charged and not stored, charged otherwise than stored."""
+    unrated = {one.event_id: one for one in sources.unrated}
+    apart: dict[tuple[str, Cell], list[str]] = defaultdict(list)
+    for id, event in stored.items():
+        if id in unrated:
+            apart[f"unrated: {unrated[id].reason}", _cell(event)].append(id)
+        elif id not in charges:
+            apart["stored, not charged", _cell(event)].append(id)
+        elif charges[id].rated.event_hash != content_hash(event):
+            apart["charged for another content", _cell(event)].append(id)
+    for id, charge in charges.items():
+        if id not in stored:
+            apart["charged, not stored", _cell(charge.rated)].append(id)
+    for one in sources.unrated:
+        if one.event_id not in stored:
+            apart["unrated, not stored", (one.tenant, one.model, hour_of(one.ts_us))].append(one.event_id)
+    for (what, cell), ids in sorted(apart.items()):
+        yield Difference(
+            between="usage store and ledger",
+            tenant=cell[0],
+            model=cell[1],
+            hour_us=cell[2],
+            left=what,
+            right=f"{len(ids)} requests",
+            event_ids=sorted(ids)[:IDS_SHOWN],
+        )
+
+
+def _invoice_differences(sources: Sources) -> Iterable[Difference]:
+    charged: dict[str, list[Charged]] = defaultdict(list)
+    for charge in sources.charged:
+        charged[charge.rated.tenant].append(charge)
+    for tenant, invoices in sorted(sources.invoices.items()):
+        on: dict[tuple[str, str], list[UsageRated]] = defaultdict(list)
+        for charge in charged[tenant]:
+            owned = owner(charge.rated.ts_us, charge.seq, invoices)
+            if owned is not None:
+                late_of = "" if owned.has(charge.rated.ts_us) else _period_of(charge.rated.ts_us, owned, invoices)
+                on[owned.id, late_of].append(charge.rated)
+        for invoice in invoices:
+            if invoice.status is not InvoiceStatus.VOID:
+                yield from _lines_differences(sources, invoice, on)
+                yield from _provider_difference(sources, invoice)
+
+
+def _period_of(ts_us: int, invoice: Invoice, invoices: Sequence[Invoice]) -> str:
+    """The invoice for whose period an event came too late, as it stood when `invoice` was cut."""
+    return next((one.id for one in invoices if one.stood_at(invoice.cut_seq) and one.has(ts_us)), "")
+
+
+def _lines_differences(
+    sources: Sources, invoice: Invoice, on: Mapping[tuple[str, str], Sequence[UsageRated]]
+) -> Iterable[Difference]:
+    """Each of the invoice's periods that lies whole in what is compared: lines against charges."""
+    late_of = {line.late_of for line in invoice.lines} | {key[1] for key in on if key[0] == invoice.id} | {""}
+    spans = {line.late_of: (line.period_start_us, line.period_end_us) for line in invoice.lines}
+    spans[""] = (invoice.period_start_us, invoice.period_end_us)
+    for late in sorted(late_of):
+        if late in spans and not (sources.start_us <= spans[late][0] and spans[late][1] <= sources.end_us):
+            continue
+        lines = [line for line in invoice.lines if line.late_of == late]
+        rated = on.get((invoice.id, late), [])
+        quantity = {kind: sum(line.quantity for line in lines if line.token_class is kind) for kind in TokenClass}
+        left = (*quantity.values(), sum(line.amount_femto for line in lines))
+        right = (
+            sum(one.prompt_tokens - one.cached_tokens for one in rated),
+            sum(one.cached_tokens for one in rated),
+            sum(one.completion_tokens for one in rated),
+            sum(int(one.amount_femto) for one in rated),
+        )
+        if left != right:
+            yield Difference(
+                between="invoice lines and ledger",
+                tenant=invoice.tenant,
+                invoice_id=invoice.id,
+                left="{} prompt, {} cached, {} completion, {} femto".format(*left),
+                right="{} prompt, {} cached, {} completion, {} femto".format(*right),
+            )
+
+
+def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Difference]:
+    total = sources.provider_totals.get(invoice.id, invoice.total_minor)
+    if total != invoice.total_minor:
+        yield Difference(
+            between="invoice and payment provider",
+            tenant=invoice.tenant,
+            invoice_id=invoice.id,
+            left=str(invoice.total_minor),
+            right="nothing" if total is None else str(total),
+        )

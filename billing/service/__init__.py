@@ -1,0 +1,27 @@
+"""The shell of billing: load, decide, append.
+
+`Billing` is what the other rooms use. Its parts are one file a subject; all state is folded from the
+event store, and a decision is made while the log is held by this writer alone.
+"""
+
+from __future__ import annotations
+
+from billing.holds import Hold
+from billing.ledger import Balance, Grant
+from billing.service.accounts import AccountService
+from billing.service.credits import CreditService
+from billing.service.pricing import PriceService
+from billing.service.reconciling import ReconcileService
+from billing.service.shell import Idempotency
+
+
+class Billing(AccountService, PriceService, CreditService, ReconcileService):
+    """Tenants, prices, credits, holds, charges and invoices over one event store.
+
+    Thread-safe. `authenticate`, `resolve_model`, `quote`, the holds and `settle` touch memory only, for
+    microseconds; everything that changes the ledger waits for the disk. The tenant holds all of its balance
+    in this process: two processes that admit requests for one tenant could together exceed it.
+    """
+
+
+__all__ = ["Balance", "Billing", "Grant", "Hold", "Idempotency"]

@@ -1,0 +1,171 @@
+"""From settled usage to charges, each exactly once.
+
+    settled in the spool ──► settle(): memory is charged, the hold is given back
+          └────(spool's consumer)──► record(): `usage.rated` in the log, once per event id
+
+Either may come first. A kill anywhere loses nothing: what the spool has and the log has not is given to
+`record` again, what the log has is found by the event's id and skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from billing.books import fact_of, new_event
+from billing.errors import LedgerUnavailable, NoPrice
+from billing.ledger import UsageRated, UsageUnrated
+from billing.rating import amount_femto
+from billing.service.shell import Idempotency, Shell
+from billing.store import Log, NewEvent
+from metering.events import UsageEvent, content_hash
+
+RECORD_BATCH = 1000
+RATE_BATCH = 10_000
+RECORDER = "ledger"  # the actor of recorded usage
+NO_PRICE = "no price"
+
+_log = structlog.get_logger(__name__)
+
+
+def usage_key(event_id: str) -> str:
+    """The key under which the log has an event, rated or not."""
+    return f"usage:{event_id}"
+
+
+class UsageService(Shell):
+    """Charges. Alarms: `usage_conflict`, `usage_unrated`, `hold_exceeded`."""
+
+    def settle(self, event: UsageEvent) -> None:
+        """Charge the balance in memory and give the hold back; once, however often it is called.
+
+        To be called when the spool has the event. Without a price nothing is charged: `record` says so.
+        An event that has no hold here may be an old one, so the store is asked; when it cannot answer,
+        the charge waits for `record`.
+        """
+        digest = content_hash(event)
+        with self._state:
+            known = self._books.ledger.known_hash(event.event_id)
+            if known is None and event.event_id in self._holds:
+                self._charge(event, digest)
+                return
+        if known is None:
+            try:
+                row = self._store.find(usage_key(event.event_id))
+            except LedgerUnavailable:
+                return
+            known = row.payload_hash if row else None
+        with self._state:
+            known = self._books.ledger.known_hash(event.event_id) or known
+            if known is None:
+                self._charge(event, digest)
+                return
+            self._holds.release(event.event_id)
+            if known != digest:
+                self._alarm("usage_conflict", event.event_id)
+
+    def record(self, events: Sequence[UsageEvent]) -> None:
+        """Append `usage.rated`, or `usage.unrated`, exactly once per event id: the spool's ledger consumer.
+
+        When it returns, all of them stand on disk. The first content of an id stands; another is an alarm.
+        """
+        for first in range(0, len(events), RECORD_BATCH):
+            self._record(events[first : first + RECORD_BATCH])
+
+    def rate_unrated(self, *, idempotency: Idempotency | None = None) -> int:
+        """Charge usage that had no price when it was settled and has one in today's book: how many."""
+
+        def decide(time_us: int) -> tuple[list[NewEvent], int]:
+            waiting = [unrated for unrated in self._books.ledger.unrated.values() if unrated.reason == NO_PRICE]
+            rated: list[NewEvent] = []
+            for unrated in waiting[:RATE_BATCH]:
+                row = self._store.find(usage_key(unrated.event_id))
+                fact = fact_of(row) if row else None
+                if isinstance(fact, UsageUnrated):
+                    later = self._rate(fact.event, fact.event_hash, known_us=time_us)
+                    if isinstance(later, UsageRated):
+                        rated.append(new_event(f"usage:{later.tenant}", later))
+            return rated, len(rated)
+
+        return self._command("rate_unrated", idempotency, int, decide)[0]
+
+    def _record(self, events: Sequence[UsageEvent]) -> None:
+        with self._writing:
+            with self._store.exclusive() as log:
+                self._fold(log.read(self._books.seq))
+                new = self._unrecorded(log, events)
+                rows = log.append(new, actor=RECORDER, time_us=self._clock())
+            self._fold(rows)
+        for row in rows:
+            if row.type == "usage.unrated":
+                self._alarm("usage_unrated", str(row.key))
+
+    def _unrecorded(self, log: Log, events: Sequence[UsageEvent]) -> list[NewEvent]:
+        """The events that the log does not have, as rows."""
+        standing = {
+            row_key: row.payload_hash
+            for row_key, row in log.find([usage_key(event.event_id) for event in events]).items()
+        }
+        new: list[NewEvent] = []
+        for event in events:
+            key, digest = usage_key(event.event_id), content_hash(event)
+            if key in standing:
+                if standing[key] != digest:
+                    self._alarm("usage_conflict", event.event_id)
+                continue
+            standing[key] = digest
+            fact = self._rate(event, digest)
+            stream = f"usage:{fact.tenant}" if isinstance(fact, UsageRated) else "unrated"
+            new.append(new_event(stream, fact, key=key, payload_hash=digest))
+        return new
+
+    def _charge(self, event: UsageEvent, digest: str) -> None:
+        """Memory only; `_state` is held."""
+        held = self._holds.release(event.event_id) if event.event_id in self._holds else None
+        fact = self._rate(event, digest)
+        if isinstance(fact, UsageUnrated):
+            return
+        amount = int(fact.amount_femto)
+        self._books.ledger.settle(event.event_id, digest, fact.tenant, amount)
+        if held is not None and amount > held:
+            self._alarm("hold_exceeded", event.event_id)
+
+    def _rate(self, event: UsageEvent, digest: str, *, known_us: int | None = None) -> UsageRated | UsageUnrated:
+        """The event's charge, or why it has none. `known_us`: rate it later, by the book of that time."""
+        with self._state:
+            tenant = self._books.accounts.tenants.get(event.tenant)
+            faults = event.faults() if tenant else ["unknown tenant"]
+            if tenant is None or faults:
+                return UsageUnrated(event=event, event_hash=digest, reason=faults[0])
+            try:
+                price = self._books.prices.resolve(
+                    event.tenant,
+                    event.model,
+                    event.base_model,
+                    tenant.currency,
+                    ts_us=event.ts_us,
+                    known_us=event.ts_us if known_us is None else known_us,
+                )
+            except NoPrice:
+                return UsageUnrated(event=event, event_hash=digest, reason=NO_PRICE)
+        return UsageRated(
+            event_id=event.event_id,
+            event_hash=digest,
+            ts_us=event.ts_us,
+            settled_us=event.settled_us,
+            tenant=event.tenant,
+            model=event.model,
+            adapter=event.adapter,
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+            completion_tokens=event.completion_tokens,
+            price_id=price.id,
+            amount_femto=str(amount_femto(event, price.rate)),
+            rated_later=known_us is not None,
+        )
+
+    def _alarm(self, name: str, event_id: str) -> None:
+        with self._state:
+            self._alarms[name] += 1
+        _log.error(name, event_id=event_id)
