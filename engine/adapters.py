@@ -1,0 +1,365 @@
+"""LoRA adapters as PEFT saves them: read whole and checked, or refused with the reason.
+
+Knows: the folder's two files, PEFT's configuration and tensor names, and which of its features change the
+arithmetic. Does not know: where the numbers go (`engine.lora`) or who may use an adapter. No text of an error
+carries a path. torch is imported only where tensors are read, so the gateway can take a digest without it.
+
+Source: https://github.com/huggingface/peft (LoraConfig, lora.layer); rsLoRA: https://arxiv.org/abs/2312.03732.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from engine.models.config import ModelConfig
+from engine.types import AdapterRef, AdapterRejected
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_CONFIG_BYTES_MAX = 1 << 20
+
+_SIDES = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"} | {
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+PROJECTIONS = tuple(_SIDES)
+"""The linear layers an adapter may change, in the order of the computation."""
+
+_TENSOR = re.compile(
+    r"base_model\.model\.model\.layers\.(\d{1,4})\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight", re.ASCII
+)
+# Patterns come from whoever made the adapter: only what Python's `re` matches in polynomial time is taken.
+_SAFE_PATTERN = re.compile(r"(?:[\w^$\\-]|\.\*?){1,256}", re.ASCII)
+_WILDCARDS_MAX = 2
+
+# Features of PEFT that change what is computed, and are not computed here. Each is off when absent or falsy.
+_UNSUPPORTED = {
+    "use_dora": "DoRA is not supported",
+    "modules_to_save": "modules_to_save is not supported: an adapter may not replace layers",
+    "lora_bias": "lora_bias is not supported",
+    "fan_in_fan_out": "fan_in_fan_out is not supported",
+    "trainable_token_indices": "trainable_token_indices is not supported",
+    "target_parameters": "target_parameters is not supported",
+    "layer_replication": "layer_replication is not supported",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) is not supported",
+    "use_qalora": "QA-LoRA is not supported",
+    "use_bdlora": "BD-LoRA is not supported",
+    "arrow_config": "Arrow routing is not supported",
+    "kasa_config": "KaSA is not supported",
+    "velora_config": "VeLoRA is not supported",
+    "monteclora_config": "MonteCLoRA is not supported",
+    "megatron_config": "Megatron layers are not supported",
+}
+# These start training from base weights that were changed too, and the folder does not hold the change.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter's numbers on the CPU, in the dtype they will be used in."""
+
+    digest: str
+    rank: int  # the largest of its modules
+    targets: tuple[str, ...]
+    weights: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+    """(layer, projection) → A [rank, inputs] and B [outputs, rank], B times the scaling."""
+
+
+def digest_folder(path: Path) -> str:
+    """SHA-256 in hex over both files' bytes, each after its length (8 bytes, big-endian). Raises `AdapterRejected`."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with _opened(path, name) as file:
+            length = os.fstat(file.fileno()).st_size
+            digest.update(length.to_bytes(8, "big"))
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+                length -= len(chunk)
+        if length:
+            raise AdapterRejected(f"the adapter's {name} changed while it was read")
+    return digest.hexdigest()
+
+
+def read_adapter(ref: AdapterRef, model: ModelConfig, *, max_rank: int, dtype: torch.dtype) -> Adapter:
+    """Read and check the folder of `ref`; what is returned is what was digested. Raises `AdapterRejected`."""
+    folder = Path(ref.path)
+    raw_config = _read(folder, CONFIG_FILE, _CONFIG_BYTES_MAX)
+    raw_weights = _read(folder, WEIGHTS_FILE, _weights_bytes_max(model, max_rank))
+    digest = _digest([raw_config, raw_weights])
+    if ref.digest and ref.digest != digest:
+        raise AdapterRejected("the adapter's files are not those that were registered (their digest differs)")
+    config = _parse_config(raw_config)
+    tensors = _parse_tensors(raw_weights)
+    pairs = _pair(tensors)
+    _check_targets(config, set(pairs), model)
+    weights = {place: _module(place, a, b, config, model, max_rank, dtype) for place, (a, b) in sorted(pairs.items())}
+    return Adapter(
+        digest=digest,
+        rank=max(len(a) for a, _ in weights.values()),
+        targets=tuple(name for name in PROJECTIONS if any(name == found for _, found in weights)),
+        weights=weights,
+    )
+
+
+def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Projection → (inputs, outputs)."""
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return {
+        "q_proj": (model.hidden, query),
+        "k_proj": (model.hidden, key),
+        "v_proj": (model.hidden, key),
+        "o_proj": (query, model.hidden),
+        "gate_proj": (model.hidden, model.ffn),
+        "up_proj": (model.hidden, model.ffn),
+        "down_proj": (model.ffn, model.hidden),
+    }
+
+
+# ---- files ----
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[BinaryIO]:
+    path = folder / name
+    try:
+        if not folder.is_dir():
+            raise AdapterRejected("the adapter's path is not a folder that the engine can read")
+        if name == WEIGHTS_FILE and not path.exists() and (folder / "adapter_model.bin").exists():
+            raise AdapterRejected(
+                f"the adapter is pickled (adapter_model.bin), which can run code; save it as {WEIGHTS_FILE}"
+            )
+        if not path.is_file():
+            raise AdapterRejected(f"the adapter has no {name}")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise AdapterRejected(f"the adapter's {name} cannot be read ({error.strerror})") from error
+
+
+def _read(folder: Path, name: str, bytes_max: int) -> bytes:
+    with _opened(folder, name) as file:
+        data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise AdapterRejected(f"the adapter's {name} is larger than any that fits this model ({bytes_max} bytes)")
+    return data
+
+
+def _digest(files: list[bytes]) -> str:
+    digest = hashlib.sha256()
+    for data in files:
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _weights_bytes_max(model: ModelConfig, max_rank: int) -> int:
+    """What every projection at the highest rank takes in float32, and room for the header."""
+    elements = sum(inputs + outputs for inputs, outputs in shapes(model).values()) * model.layers * max_rank
+    return 4 * elements + 1024 * model.layers + (1 << 20)
+
+
+# ---- configuration ----
+
+
+@dataclass(frozen=True, slots=True)
+class _LoraConfig:
+    rank: int
+    alpha: float
+    rank_pattern: dict[str, Any]
+    alpha_pattern: dict[str, Any]
+    rslora: bool
+    targets: str | list[str]
+    excluded: str | list[str]
+    layers: list[int] | None  # None: all
+
+    def scaling(self, module: str, rank: int) -> float:
+        alpha: float = _by_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def _parse_config(data: bytes) -> _LoraConfig:
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise AdapterRejected(f"the adapter's {CONFIG_FILE} is not JSON") from error
+    if not isinstance(raw, dict):
+        raise AdapterRejected(f"the adapter's {CONFIG_FILE} is not a JSON object")
+    _refuse_unsupported(raw)
+    layers = raw.get("layers_to_transform")
+    patterns = {name: _patterns(raw, name) for name in ("rank_pattern", "alpha_pattern")}
+    config = _LoraConfig(
+        rank=_number(raw, "r", 8, whole=True),
+        alpha=_number(raw, "lora_alpha", 8),
+        rslora=bool(raw.get("use_rslora")),
+        targets=raw.get("target_modules") or [],
+        excluded=raw.get("exclude_modules") or [],
+        layers=[layers] if isinstance(layers, int) else layers or None,
+        **patterns,
+    )
+    for name, value in (("target_modules", config.targets), ("exclude_modules", config.excluded)):
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+            raise AdapterRejected(f"{name} is neither a text nor a list of texts")
+    if config.layers is not None and not all(isinstance(layer, int) for layer in config.layers):
+        raise AdapterRejected("layers_to_transform is not a list of layer numbers")
+    return config
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    if str(raw.get("peft_type", "LORA")).upper() != "LORA":
+        raise AdapterRejected(f"the adapter's type is {str(raw['peft_type'])[:40]!r}; only LORA is supported")
+    for feature, reason in _UNSUPPORTED.items():
+        if raw.get(feature):
+            raise AdapterRejected(reason)
+    if raw.get("bias", "none") != "none":
+        raise AdapterRejected("an adapter that trains biases is not supported (bias must be 'none')")
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise AdapterRejected(f"init_lora_weights {start[:40]!r} changes the base weights, which is not supported")
+
+
+def _number(raw: dict[str, Any], name: str, default: int, *, whole: bool = False) -> Any:
+    value = raw.get(name, default)
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not math.isfinite(value) or (whole and value < 1):
+        raise AdapterRejected(f"{name} must be a {'positive whole' if whole else 'finite'} number")
+    return value
+
+
+def _patterns(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    patterns = raw.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise AdapterRejected(f"{name} is not an object")
+    for pattern in patterns:
+        if not _SAFE_PATTERN.fullmatch(pattern) or pattern.count(".*") > _WILDCARDS_MAX:
+            raise AdapterRejected(f"{name} must use module names, or patterns of names with at most two '.*'")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterRejected(f"{name} holds a pattern that is none") from error
+        _number(patterns, pattern, 0, whole=name == "rank_pattern")
+    return patterns
+
+
+def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """The first that matches the end of the module's name, as PEFT's `get_pattern_key` chooses."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _check_targets(config: _LoraConfig, found: set[tuple[int, str]], model: ModelConfig) -> None:
+    """The file must hold what the configuration says it does, no less and no more."""
+    names = [config.targets] if isinstance(config.targets, str) else config.targets
+    for name in names:
+        if name.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
+            raise AdapterRejected(f"{name.rsplit('.', 1)[-1]} cannot be a target; the attention and MLP layers can")
+    if isinstance(config.targets, str) and config.targets != "all-linear":
+        return  # a regular expression from outside is not run: the tensors themselves say what is targeted
+    if isinstance(config.excluded, str):
+        return
+    expected = {
+        (layer, name)
+        for layer in range(model.layers)
+        for name in PROJECTIONS
+        if config.layers is None or layer in config.layers
+        if config.targets == "all-linear" or _ends_with(_module_name(layer, name), names)
+        if not _ends_with(_module_name(layer, name), config.excluded)
+    }
+    if missing := sorted(expected - found):
+        raise AdapterRejected(f"the adapter lacks the tensors of {_module_name(*missing[0])}, which is a target")
+    if odd := sorted(found - expected):
+        raise AdapterRejected(f"the adapter has tensors of {_module_name(*odd[0])}, which is no target")
+
+
+def _ends_with(module: str, names: list[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _module_name(layer: int, projection: str) -> str:
+    return f"model.layers.{layer}.{_SIDES[projection]}.{projection}"
+
+
+# ---- tensors ----
+
+
+def _parse_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, torch.Tensor] = load(data)
+        return tensors
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        raise AdapterRejected(f"the adapter's {WEIGHTS_FILE} is truncated or damaged") from error
+
+
+def _pair(tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
+    """(layer, projection) → (A, B), refusing every tensor that is neither."""
+    sides: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or _SIDES.get(match[3]) != match[2]:
+            raise AdapterRejected(_why_unknown(name))
+        sides.setdefault((int(match[1]), match[3]), {})[match[4]] = tensor
+    for (layer, projection), found in sides.items():
+        if len(found) != 2:
+            raise AdapterRejected(f"{_module_name(layer, projection)} has only one of lora_A and lora_B")
+    if not sides:
+        raise AdapterRejected("the adapter has no tensors")
+    return {place: (found["A"], found["B"]) for place, found in sides.items()}
+
+
+def _why_unknown(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return "DoRA is not supported"
+    for layer in ("lm_head", "embed_tokens"):
+        if layer in name:
+            return f"{layer} cannot be a target; the attention and MLP layers can"
+    return f"the tensor {name[:120]!r} is not a LoRA matrix of an attention or MLP layer"
+
+
+def _module(
+    place: tuple[int, str],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: _LoraConfig,
+    model: ModelConfig,
+    max_rank: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and the scaled B in `dtype`, after every check of shape, rank and number."""
+    module = _module_name(*place)
+    if place[0] >= model.layers:
+        raise AdapterRejected(f"{module} does not exist: the model has {model.layers} layers")
+    inputs, outputs = shapes(model)[place[1]]
+    rank = _by_pattern(config.rank_pattern, module, config.rank)
+    if rank > max_rank:
+        raise AdapterRejected(f"{module} has rank {rank}; the engine takes at most {max_rank}")
+    for side, tensor, shape in (("lora_A", a, (rank, inputs)), ("lora_B", b, (outputs, rank))):
+        if not tensor.is_floating_point():
+            raise AdapterRejected(f"{module} {side} is not of floating-point numbers")
+        if tuple(tensor.shape) != shape:
+            raise AdapterRejected(f"{module} {side} is {tuple(tensor.shape)}; this model and rank need {shape}")
+    return _finite(a.float(), module, dtype), _finite(b.float() * config.scaling(module, rank), module, dtype)
+
+
+def _finite(tensor: torch.Tensor, module: str, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`, where a number may no longer fit: infinity would reach others through masked products."""
+    tensor = tensor.to(dtype)
+    if not tensor.isfinite().all():
+        raise AdapterRejected(f"{module} holds a number that is not finite in {str(dtype).removeprefix('torch.')}")
+    return tensor
