@@ -16,16 +16,18 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from array import array
 from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sequence import Sequence
 from engine.types import SamplingParams, TokenLogprob
 
-_CANDIDATES = 256  # the most likely tokens, among which top_p is looked for first: a full sort is 25 times slower
+_CANDIDATES = 256  # the most likely tokens, among which top_p is looked for first: most nuclei are far smaller
 _LEAST_LOGPROB = -9999.0  # OpenAI's word for "practically impossible"; JSON has no infinity
 
 Entries = list[tuple[int, Iterable[int], float]]
@@ -98,25 +100,35 @@ class Sampler:
 
     def _add(self, scores: Tensor, entries: Entries) -> None:
         """Add each entry's value at its tokens, as often as they occur."""
+        if not entries:
+            return
         rows, tokens, values = self._flat(entries)
         scores.index_put_((rows, tokens), values, accumulate=True)
 
     def _divide(self, scores: Tensor, entries: Entries) -> None:
         """Repetition penalty (https://arxiv.org/abs/1909.05858): once for a token, however often it occurs."""
+        if not entries:
+            return
         rows, tokens, penalties = self._flat(entries)
         old = scores[rows, tokens]  # a token that occurs twice is read twice before it is written twice, alike
         scores[rows, tokens] = torch.where(old > 0, old / penalties, old * penalties)
 
     def _flat(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
-        rows: list[int] = []
-        tokens: list[int] = []
-        values: list[float] = []
-        for row, its_tokens, value in entries:
+        """(row, token, value) of every single token, as three tensors."""
+        tokens = array("q")  # ten times quicker to fill than a tensor from a list
+        counts = []
+        for _, its_tokens, _ in entries:
             before = len(tokens)
             tokens.extend(its_tokens)
-            rows.extend([row] * (len(tokens) - before))
-            values.extend([value] * (len(tokens) - before))
-        return self._ids(rows), self._ids(tokens), self._floats(values)
+            counts.append(len(tokens) - before)
+        rows = np.repeat(np.array([row for row, _, _ in entries], dtype=np.int64), counts)
+        values = np.repeat(np.array([value for _, _, value in entries], dtype=np.float32), counts)
+        ids = np.array(tokens, dtype=np.int64)
+        return (
+            torch.from_numpy(rows).to(self.device),
+            torch.from_numpy(ids).to(self.device),
+            torch.from_numpy(values).to(self.device),
+        )
 
     # ---- the draw ----
 
@@ -187,7 +199,7 @@ class Sampler:
         unsure = [] if candidates == vocab else (~certain[:, 0]).nonzero()[:, 0].tolist()
         if unsure:
             rows = self._ids(unsure)
-            ordered = scaled[rows].sort(descending=True).values
+            ordered = _descending(scaled[rows])
             found[rows] = _nucleus_among(ordered, total[rows], top_k[rows], top_p[rows])[0]
         return found
 
@@ -231,6 +243,13 @@ def uniform(sequence: Sequence) -> float:
     place = struct.pack("<?II", seed is None, sequence.index, sequence.num_sampled)
     digest = hashlib.blake2b(place + origin, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Each row sorted, largest first. On a CPU numpy's vectorised sort is 15 times quicker than torch's."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+    return values.sort(descending=True).values
 
 
 def _nucleus_among(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
