@@ -25,7 +25,7 @@ from billing.errors import Conflict, LedgerCorrupt, LedgerUnavailable
 GENESIS = "0" * 64
 PAGE = 1000
 KEYS_PER_QUERY = 500  # below every database's limit on bound parameters
-WRITER_LOCK = 0x6D65746572  # "meter": PostgreSQL's advisory lock of the log's one writer
+WRITER_LOCK = 0x6C6564676572  # "ledger": PostgreSQL's advisory lock of the log's one writer
 BUSY_TIMEOUT_S = 30
 CONNECT_TIMEOUT_S = 10
 
