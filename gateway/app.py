@@ -154,6 +154,24 @@ def create_app(
     )
 
 
+def create_admin_app(settings: Settings, admin: AdminState, clock_us: Callable[[], int] = now_us) -> Litestar:
+    """The admin API alone, for a command line beside no server."""
+
+    async def before_send(message: Message, scope: Scope) -> None:
+        if message["type"] == "http.response.start":
+            MutableScopeHeaders.from_message(message)[REQUEST_ID] = request_id(scope, clock_us)
+
+    return Litestar(
+        route_handlers=[admin_router(admin)],
+        exception_handlers={Exception: handle},
+        before_send=[before_send],
+        request_max_body_size=settings.max_body_bytes,
+        openapi_config=None,
+        debug=False,
+        logging_config=None,
+    )
+
+
 def request_id(scope: Scope, clock_us: Callable[[], int] = now_us) -> str:
     """The id of one HTTP exchange, for its response and the log; minted once."""
     state = scope["state"]

@@ -1,0 +1,303 @@
+"""A server's life: everything opened in order, served, drained, and closed in order.
+
+Start: the port → the model → the engine's process, while the stores open on a thread (`stores`) → adapters → demo →
+serving. Stop (SIGTERM, SIGINT): not ready → running streams finish, up to `drain_s`; a second signal hurries → the rest
+is cut and settled as `shutdown` → the server closes → the engine stops → settlements are delivered → all is closed.
+
+Knows: the order. Does not know what any part does. `serve(settings)` is the whole program of `meterhouse serve`;
+`open_admin` is the same stores without an engine, for the command line when no server runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+import uvloop
+from litestar import Litestar
+
+from billing.errors import BillingError
+from billing.stripe import StripeExporter
+from engine.client import Engine
+from engine.process import EngineProcess
+from engine.tokens import Tokenizer
+from engine.types import EngineConfig, EngineError, EngineUnavailable
+from engine.weights import WeightsError, resolve_model
+from gateway import demo
+from gateway.admin import AdminState
+from gateway.admission import adapter_ref
+from gateway.app import Gateway, create_admin_app, create_gateway, now_us
+from gateway.idempotency import Idempotency
+from gateway.keyfile import admin_key
+from gateway.openai import edge
+from gateway.server import bind, make_server
+from gateway.settings import Settings, SettingsError
+from gateway.stores import StartError, Stores
+from gateway.telemetry import configure_logging
+from metering.errors import MeteringError
+from metering.journal import JournalError
+from metering.spool import SpoolError
+from migrations.runner import MigrationError
+
+log = structlog.get_logger(__name__)
+
+__all__ = ["Runtime", "StartError", "open_admin", "serve"]
+
+_EXPECTED = (
+    BillingError,
+    EngineError,
+    JournalError,
+    MeteringError,
+    MigrationError,
+    SettingsError,
+    SpoolError,
+    WeightsError,
+)
+
+
+class Runtime:
+    """Engine, stores and application of one server. `start`, then serve `gateway.app`, then `stop`."""
+
+    gateway: Gateway
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine: Engine,
+        tokenizer: edge.Tokenizer,
+        base_model: str,
+        progress: Callable[[str], None] = lambda _: None,
+        clock_us: Callable[[], int] = now_us,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.stores = Stores(settings, clock_us)
+        self._tokenizer = tokenizer
+        self._base_model = base_model
+        self._progress = progress
+        self._clock_us = clock_us
+
+    async def start(self) -> None:
+        """Open everything. Raises `StartError` or a room's error, with all closed again."""
+        self._progress("Starting the engine")
+        opening = asyncio.create_task(asyncio.to_thread(self.stores.open, self._base_model, self._progress))
+        starting = asyncio.create_task(self.engine.start())
+        results = await asyncio.gather(opening, starting, return_exceptions=True)
+        fault = next((result for result in results if isinstance(result, BaseException)), None)
+        try:
+            if fault is not None:
+                raise fault
+            self.gateway = self._make_gateway()
+            await self._load_adapters()
+        except BaseException:
+            await self.engine.stop()
+            if results[0] is None:
+                await asyncio.to_thread(self.stores.close)
+            raise
+
+    def _make_gateway(self) -> Gateway:
+        return create_gateway(
+            self.settings,
+            engine=self.engine,
+            billing=self.stores.billing,
+            spool=self.stores.spool,
+            journal=self.stores.journal,
+            tokenizer=self._tokenizer,
+            idempotency=Idempotency(self.stores.answers, self._clock_us),
+            admin=admin_state(self.settings, self.stores, self.engine, self._base_model, self._clock_us),
+            clock_us=self._clock_us,
+        )
+
+    async def _load_adapters(self) -> None:
+        """Every tenant's adapters into the engine; one that fails is logged and answers 503, the others serve."""
+        for record in await asyncio.to_thread(self.stores.billing.adapters, None, 10_000):
+            try:
+                await self.engine.load_adapter(adapter_ref(record))
+            except EngineUnavailable:
+                raise
+            except EngineError as error:
+                log.error("adapter_not_loaded", tenant=record.tenant, adapter=record.name, reason=str(error))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; let what runs finish for so long; cut and settle the rest."""
+        self.gateway.admission.draining = True
+        await self.gateway.edge.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """After `drain`: the engine, then the stores, with what is settled delivered."""
+        await self.gateway.capture.close()
+        await self.engine.stop()
+        await asyncio.to_thread(self.stores.close)
+
+
+def admin_state(
+    settings: Settings, stores: Stores, engine: Engine | None, base_model: str, clock_us: Callable[[], int]
+) -> AdminState:
+    """What the admin API works on."""
+    return AdminState(
+        admin_key=admin_key(settings),
+        billing=stores.billing,
+        usage=stores.usage,
+        spool=stores.spool,
+        journal=stores.journal,
+        engine=engine,
+        base_model=base_model,
+        adapters_dir=settings.adapters_dir,
+        exporter=StripeExporter(settings.stripe_api_key, settings.stripe_api_base),
+        stripe_configured=settings.stripe_api_key is not None,
+        flush=stores.flush,
+        clock_us=clock_us,
+    )
+
+
+@contextmanager
+def open_admin(settings: Settings) -> Iterator[Litestar]:
+    """The admin API alone over the data folder, with no engine. Raises `StartError` when a server owns the folder."""
+    stores = Stores(settings, now_us)
+    with _one_sentence():
+        stores.open(base_model_name(settings))
+    try:
+        yield create_admin_app(settings, admin_state(settings, stores, None, base_model_name(settings), now_us))
+    finally:
+        stores.close()
+
+
+def base_model_name(settings: Settings) -> str:
+    """The name the base model is asked for by: its folder's, known before the folder is there."""
+    if settings.model == "default":
+        from engine.weights import DEFAULT_MODEL
+
+        return DEFAULT_MODEL
+    return Path(settings.model).expanduser().resolve().name.removesuffix(".gguf")
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn the rooms' errors into a `StartError` with their own sentence."""
+    try:
+        yield
+    except _EXPECTED as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        raise StartError(f"The server cannot start: {error}.") from error
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def serve(settings: Settings) -> None:
+    """Run a server until SIGTERM or SIGINT. Raises `StartError` with one clear sentence when it cannot start."""
+    configure_logging(settings.log_level, settings.log_format)
+    with _one_sentence(), bind(settings.host, settings.port) as bound:
+        model = resolve_model(settings.model, settings.cache_dir, progress=_stages())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, bound, model))
+
+
+async def _serve(settings: Settings, bound: socket.socket, model: Path) -> None:
+    tokenizer = Tokenizer(model)
+    engine = EngineProcess(engine_config(settings, model))
+    runtime = Runtime(settings, engine=engine, tokenizer=tokenizer, base_model=model.name, progress=_say)
+    stopping, hurry = _watch_signals()
+    await runtime.start()
+    server = make_server(runtime.gateway.app, write_timeout_s=settings.write_timeout_s)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    host, port = bound.getsockname()[:2]
+    gc.collect()
+    gc.freeze()
+    try:
+        await _until_started(server, serving)
+        await _announce(runtime, f"http://{_reachable(host)}:{port}")
+        await asyncio.wait({asyncio.create_task(stopping.wait()), serving}, return_when=asyncio.FIRST_COMPLETED)
+        _say("Stopping: running streams may finish")
+        drain = asyncio.create_task(runtime.drain(settings.drain_s))
+        await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await runtime.drain(0.0)
+        await drain
+    finally:
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
+        await runtime.stop()
+    _say("Stopped")
+
+
+def engine_config(settings: Settings, model: Path) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        model=str(model),
+        device=settings.device,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        max_waiting=settings.max_waiting,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        max_adapters=settings.max_adapters,
+        max_lora_rank=settings.max_lora_rank,
+        threads=settings.threads,
+    )
+
+
+def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """(the first signal came, the second came)."""
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stopping, hurry
+
+
+async def _until_started(server: object, serving: asyncio.Task[None]) -> None:
+    while not getattr(server, "started", False):
+        if serving.done():
+            await serving
+            raise StartError("The HTTP server could not start; the log says why.")
+        await asyncio.sleep(0.01)
+
+
+async def _announce(runtime: Runtime, url: str) -> None:
+    _say(
+        f"Serving on {url}  (model {runtime.engine.info.name}, {runtime.engine.info.dtype} on "
+        f"{runtime.engine.info.device})"
+    )
+    if runtime.settings.admin_key is None:
+        _say(f"The admin key is in {runtime.settings.admin_key_file}")
+    if runtime.settings.demo:
+        for line in await demo.prepare(runtime.gateway.app, admin_key(runtime.settings), url, runtime.engine.info.name):
+            _say(line)
+
+
+def _reachable(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _stages() -> Callable[..., None]:
+    """Progress of a long stage: its name once, and then every tenth of it."""
+    shown: list[tuple[str, int]] = []
+
+    def progress(stage: str, done: int = 0, total: int = 0) -> None:
+        tenth = done * 10 // total if total else 0
+        if (stage, tenth) not in shown:
+            shown.append((stage, tenth))
+            _say(f"{stage}: {tenth * 10} %" if total else stage)
+
+    return progress
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201  # the server's own words to who started it

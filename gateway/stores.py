@@ -1,0 +1,125 @@
+"""What a server keeps, opened in the one order that is safe and closed in the reverse.
+
+Knows: the data folder has one owner; schemas come first; what a dead server left is settled before anything new is let
+in; the balance is not read before every settlement is in the ledger. Does not know: the engine, HTTP. Blocking: call it
+on a thread. A command line without a server opens the same stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import structlog
+
+from billing.service import Billing
+from billing.store import EventStore
+from gateway.idempotency import Store
+from gateway.settings import Settings
+from metering.clickhouse import UsageStore
+from metering.journal import Journal, recover_orphans
+from metering.lock import FileLock, Locked
+from metering.shipper import Drain, Shipper
+from metering.spool import Spool
+from migrations.runner import migrate_clickhouse, migrate_ledger
+
+log = structlog.get_logger(__name__)
+
+FLUSH_S = 30.0
+
+
+class StartError(Exception):
+    """The server cannot start; the text is one clear sentence."""
+
+
+class Stores:
+    """Everything durable, and the two drains out of the spool. `open` does it all; `close` undoes it."""
+
+    lock: FileLock
+    billing: Billing
+    usage: UsageStore
+    spool: Spool
+    journal: Journal
+    answers: Store
+    shipper: Shipper
+    recorder: Drain
+
+    def __init__(self, settings: Settings, clock_us: Callable[[], int]) -> None:
+        self._settings = settings
+        self._clock_us = clock_us
+        self._stack = ExitStack()
+        self.recovered = 0
+
+    def open(self, base_model: str, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Open everything. Raises `StartError` or an error of the room at fault, with all closed again."""
+        try:
+            self._open(base_model, progress)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, base_model: str, progress: Callable[[str], None]) -> None:
+        settings = self._settings
+        self._own_folder()
+        progress("Bringing the ledger and the usage store up to date")
+        migrate_ledger(settings.ledger)
+        migrate_clickhouse(settings.clickhouse)
+        events = EventStore(settings.ledger)
+        self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
+        self._stack.callback(self.billing.close)
+        self.usage = UsageStore(settings.clickhouse)
+        self._stack.callback(self.usage.close)
+        self.spool = Spool(settings.spool_dir / "spool.sqlite3", max_bytes=settings.spool_max_bytes)
+        self._stack.callback(self.spool.close)
+        orphans = recover_orphans(settings.journal_dir, self.spool, self._clock_us(), settings.gateway_id)
+        self.recovered = len(orphans)
+        if orphans:
+            log.warning("recovered_requests", count=len(orphans))
+            progress(f"Settled {len(orphans)} requests that an earlier server left running")
+        self.journal = Journal(settings.journal_dir, settings.journal_max_bytes, on_retired=self.spool.forget)
+        self._stack.callback(self.journal.close)
+        self.answers = Store(
+            settings.data_dir / "idempotency.sqlite3",
+            max_bytes=settings.idempotency_max_bytes,
+            ttl_s=settings.idempotency_ttl_s,
+        )
+        self._stack.callback(self.answers.close)
+        self._start_drains()
+
+    def _own_folder(self) -> None:
+        folder = self._settings.data_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(folder / "server.lock")
+        except Locked:
+            raise StartError(
+                f"Another Meterhouse server runs on the data folder {folder}: stop it, or give this one another "
+                "folder with --data-dir."
+            ) from None
+        except OSError as error:
+            raise StartError(f"The data folder {folder} cannot be used: {error.strerror}.") from None
+        self._stack.callback(self.lock.release)
+
+    def _start_drains(self) -> None:
+        self.recorder = Drain(self.spool, "ledger", self.billing.record)
+        self.recorder.start()
+        self._stack.callback(self.recorder.stop)
+        if not self.recorder.flush(FLUSH_S):
+            raise StartError("The ledger does not take the usage that was settled; the log says why.")
+        self.shipper = Shipper(self.spool, self.usage)
+        self.shipper.start()
+        self._stack.callback(self.shipper.stop)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Deliver what is settled now to the ledger and the usage store; False when it was not done in time."""
+        recorded = self.recorder.flush(timeout_s)
+        return self.shipper.flush(timeout_s) and recorded
+
+    def lag(self) -> dict[str, Any]:
+        """Each consumer's last error; None when it takes everything."""
+        return {drain.consumer: drain.last_error for drain in (self.recorder, self.shipper)}
+
+    def close(self) -> None:
+        """Deliver what can be delivered, then close everything in reverse."""
+        self._stack.close()
