@@ -1,0 +1,48 @@
+"""The admin API: everything under `/admin/v1`, one file a resource.
+
+Knows: routes, bodies, who may call. Does not know: how anything is decided (billing), counted (metering) or
+served (engine). `admin_router(state)` is what the composition root mounts; it closes the state at shutdown.
+"""
+
+from __future__ import annotations
+
+from litestar import Router
+from litestar.di import Provide
+
+from gateway.admin import adapters, credits, invoices, keys, prices, reconcile, tenants, usage
+from gateway.admin.body import check_body
+from gateway.admin.guard import admin_guard
+from gateway.admin.idempotency import provide_idempotency
+from gateway.admin.state import AdminState
+
+PATH = "/admin/v1"
+
+__all__ = ["PATH", "AdminState", "admin_router"]
+
+
+def admin_router(state: AdminState) -> Router:
+    """All admin routes over `state`, behind the admin key."""
+
+    def provide_admin() -> AdminState:
+        return state
+
+    return Router(
+        PATH,
+        route_handlers=[
+            tenants.router,
+            keys.router,
+            adapters.router,
+            prices.router,
+            credits.router,
+            usage.router,
+            invoices.router,
+            reconcile.router,
+        ],
+        dependencies={
+            "admin": Provide(provide_admin, sync_to_thread=False),
+            "idempotency": Provide(provide_idempotency),
+        },
+        guards=[admin_guard(state.admin_key, state.billing)],
+        before_request=check_body,
+        security=[{"adminKey": []}],
+    )

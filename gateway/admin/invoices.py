@@ -1,0 +1,187 @@
+"""Invoices: cut by watermark, finalized, exported, voided."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from litestar import Router, get, post
+from litestar.params import Parameter
+from msgspec import Meta
+
+from billing.errors import PeriodNotClosed
+from billing.invoice import Invoice, InvoiceLine
+from billing.money import format_amount, format_minor, format_price
+from billing.service import Idempotency
+from gateway.admin.body import Fault
+from gateway.admin.fields import Text, TimeText, time_fault
+from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
+from gateway.admin.state import AdminState
+from gateway.admin.times import format_time, parse_time
+from gateway.admin.watermark import FLUSH_S, watermark_us
+from gateway.errors import Conflict
+
+MAX_RETRY_AFTER_S = 3600
+
+
+class InvoiceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Cut an invoice over the usage of a period, from its start up to, and without, its end."""
+
+    tenant: Text
+    period_start: TimeText
+    period_end: TimeText
+
+    def faults(self) -> list[Fault]:
+        faults = time_fault("period_start", self.period_start) + time_fault("period_end", self.period_end)
+        if not faults and parse_time(self.period_start) >= parse_time(self.period_end):
+            faults.append(("period_end", "must be later than period_start"))
+        return faults
+
+
+class LineView(msgspec.Struct, kw_only=True):
+    """Tokens of one class of one model at one price. `exact` is quantity x unit_price / 1000000, `amount` rounded."""
+
+    id: str
+    model: str
+    adapter: str
+    token_class: Annotated[str, Meta(description="prompt, cached or completion")]
+    price: Annotated[str, Meta(description="id in the price book")]
+    quantity: Annotated[int, Meta(description="tokens")]
+    unit_price: Annotated[str, Meta(description="per million tokens")]
+    exact: str
+    amount: str
+    period_start: str
+    period_end: str
+    late_of: Annotated[str | None, Meta(description="the invoice these tokens turned up too late for")]
+
+
+class InvoiceView(msgspec.Struct, kw_only=True):
+    """An invoice. `exact_total` is before the one rounding; `total` after it, and the sum of the lines' amounts."""
+
+    id: str
+    tenant: str
+    currency: str
+    status: Annotated[str, Meta(description="draft, finalized, exported or void")]
+    period_start: str
+    period_end: str
+    lines: list[LineView]
+    exact_total: str
+    total: str
+    requests: int
+    events_digest: Annotated[str, Meta(description="SHA-256 over the events the invoice is cut from")]
+    stripe_invoice_id: str | None
+    created_at: str
+    finalized_at: str | None
+    exported_at: str | None
+    voided_at: str | None
+
+
+def show_invoice(invoice: Invoice) -> InvoiceView:
+    return InvoiceView(
+        id=invoice.id,
+        tenant=invoice.tenant,
+        currency=invoice.currency,
+        status=invoice.status,
+        period_start=format_time(invoice.period_start_us),
+        period_end=format_time(invoice.period_end_us),
+        lines=[_show_line(line, invoice.currency) for line in invoice.lines],
+        exact_total=format_amount(invoice.total_femto),
+        total=format_minor(invoice.total_minor, invoice.currency),
+        requests=invoice.event_count,
+        events_digest=invoice.events_digest,
+        stripe_invoice_id=invoice.stripe_invoice_id,
+        created_at=format_time(invoice.created_us),
+        finalized_at=_time(invoice.finalized_us),
+        exported_at=_time(invoice.exported_us),
+        voided_at=_time(invoice.voided_us),
+    )
+
+
+def _show_line(line: InvoiceLine, currency: str) -> LineView:
+    return LineView(
+        id=line.id,
+        model=line.model,
+        adapter=line.adapter,
+        token_class=line.token_class,
+        price=line.price_id,
+        quantity=line.quantity,
+        unit_price=format_price(line.unit_price_nano),
+        exact=format_amount(line.amount_femto),
+        amount=format_minor(line.amount_minor, currency),
+        period_start=format_time(line.period_start_us),
+        period_end=format_time(line.period_end_us),
+        late_of=line.late_of or None,
+    )
+
+
+def _time(us: int | None) -> str | None:
+    return None if us is None else format_time(us)
+
+
+@post("/invoices")
+async def create_invoice(data: InvoiceCreate, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+    """Draft an invoice. 409 with `retry-after` while usage of the period may still be on its way."""
+    end_us = parse_time(data.period_end)
+    await admin.read(admin.flush, FLUSH_S)
+    watermark = await watermark_us(admin)
+    try:
+        invoice = await admin.read(
+            admin.billing.draft_invoice,
+            data.tenant,
+            parse_time(data.period_start),
+            end_us,
+            usage=admin.usage,
+            watermark_us=watermark,
+            idempotency=idempotency,
+        )
+    except PeriodNotClosed as error:
+        raise Conflict(str(error), code="period_not_closed", headers=_retry(end_us - watermark)) from None
+    return show_invoice(invoice)
+
+
+def _retry(missing_us: int) -> dict[str, str]:
+    seconds = -(-missing_us // 1_000_000)
+    return {"retry-after": str(min(max(seconds, 1), MAX_RETRY_AFTER_S))}
+
+
+@get("/invoices", sync_to_thread=True)
+def list_invoices(
+    admin: AdminState,
+    tenant: Annotated[str | None, Parameter(description="Only this tenant's.")] = None,
+    limit: Limit = DEFAULT_LIMIT,
+    after: After = None,
+) -> Page[InvoiceView]:
+    """List invoices in order of creation."""
+    found = admin.billing.invoices(tenant, limit=limit + 1, after=after)
+    return page(found, limit, show_invoice, lambda invoice: invoice.id)
+
+
+@get("/invoices/{invoice_id:str}", sync_to_thread=True)
+def get_invoice(invoice_id: str, admin: AdminState) -> InvoiceView:
+    """Show one invoice."""
+    return show_invoice(admin.billing.invoice(invoice_id))
+
+
+@post("/invoices/{invoice_id:str}/finalize", status_code=200, sync_to_thread=True)
+def finalize_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+    """Make a draft final; from here on it can only be exported or voided."""
+    return show_invoice(admin.billing.finalize_invoice(invoice_id, idempotency=idempotency))
+
+
+@post("/invoices/{invoice_id:str}/export", status_code=200, sync_to_thread=True)
+def export_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+    """Send a final invoice to Stripe; safe to repeat after any failure. 409 when STRIPE_API_KEY is not set."""
+    return show_invoice(admin.billing.export_invoice(invoice_id, admin.exporter, idempotency=idempotency))
+
+
+@post("/invoices/{invoice_id:str}/void", status_code=200, sync_to_thread=True)
+def void_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+    """Void an invoice that was not exported; its usage can be invoiced again."""
+    return show_invoice(admin.billing.void_invoice(invoice_id, idempotency=idempotency))
+
+
+router = Router(
+    "/",
+    route_handlers=[create_invoice, list_invoices, get_invoice, finalize_invoice, export_invoice, void_invoice],
+    tags=["invoices"],
+)

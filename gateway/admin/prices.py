@@ -1,0 +1,104 @@
+"""The price book: what a million tokens of a model cost from a time on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from litestar import Router, get, post
+from msgspec import Meta
+
+from billing.money import format_price
+from billing.prices import PriceVersion
+from billing.service import Idempotency
+from gateway.admin.body import Fault
+from gateway.admin.fields import (
+    Currency,
+    MoneyText,
+    Text,
+    TimeText,
+    currency_fault,
+    price_fault,
+    time_fault,
+)
+from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
+from gateway.admin.state import AdminState
+from gateway.admin.times import format_time, parse_time
+
+
+class PerMillion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Prices of a million tokens, by class. A cached prompt token costs `cached` and not also `prompt`."""
+
+    prompt: MoneyText
+    cached: MoneyText
+    completion: MoneyText
+
+
+class PriceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A price from `effective_at` on; for one tenant or, without `tenant`, for all."""
+
+    model: Annotated[Text, Meta(description="name of a model or adapter, or *")]
+    currency: Currency
+    per_million: PerMillion
+    effective_at: Annotated[TimeText | None, Meta(description="null: now")] = None
+    tenant: Text | None = None
+
+    def faults(self) -> list[Fault]:
+        faults = currency_fault(self.currency)
+        if self.effective_at is not None:
+            faults += time_fault("effective_at", self.effective_at)
+        for name in self.per_million.__struct_fields__:
+            faults += price_fault(f"per_million.{name}", getattr(self.per_million, name))
+        return faults
+
+
+class PriceView(msgspec.Struct, kw_only=True):
+    """One entry of the price book. It prices requests that began after both of its times."""
+
+    id: str
+    model: str
+    tenant: Annotated[str | None, Meta(description="null: for every tenant")]
+    currency: str
+    per_million: PerMillion
+    effective_at: str
+    recorded_at: str
+
+
+def show_price(price: PriceVersion) -> PriceView:
+    return PriceView(
+        id=price.id,
+        model=price.model,
+        tenant=price.tenant,
+        currency=price.rate.currency,
+        per_million=PerMillion(
+            prompt=format_price(price.rate.prompt),
+            cached=format_price(price.rate.cached),
+            completion=format_price(price.rate.completion),
+        ),
+        effective_at=format_time(price.effective_at_us),
+        recorded_at=format_time(price.recorded_us),
+    )
+
+
+@post("/prices", sync_to_thread=True)
+def set_price(data: PriceCreate, admin: AdminState, idempotency: Idempotency | None) -> PriceView:
+    """Enter a price; earlier ones stay for the requests they were in force for."""
+    price = admin.billing.set_price(
+        model=data.model,
+        effective_at_us=admin.clock_us() if data.effective_at is None else parse_time(data.effective_at),
+        currency=data.currency,
+        per_million=msgspec.structs.asdict(data.per_million),
+        tenant=data.tenant,
+        idempotency=idempotency,
+    )
+    return show_price(price)
+
+
+@get("/prices", sync_to_thread=True)
+def list_prices(admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[PriceView]:
+    """List the price book in order of entry."""
+    found = admin.billing.prices(limit=limit + 1, after=after)
+    return page(found, limit, show_price, lambda price: price.id)
+
+
+router = Router("/", route_handlers=[set_price, list_prices], tags=["prices"])

@@ -1,0 +1,78 @@
+"""How the command line shows the admin API's answers: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 240  # a table that no terminal shows is not cut to a terminal's width
+NUMBERS = frozenset(
+    {
+        *("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "quantity"),
+        *("prompt", "cached", "completion", "unit_price", "exact", "amount", "exact_total", "total"),
+        *("available", "held", "charged", "granted"),
+    }
+)
+
+
+class Printer:
+    """Standard output as one command uses it."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+    def show(self, answer: Any, columns: Sequence[str]) -> None:
+        """A list of objects as a table, one object as names and values; with --json all of it."""
+        if self.as_json:
+            self.json(answer)
+        elif isinstance(answer, list):
+            self.console.print(table(answer, columns))
+        else:
+            self.console.print(_grid((name, _lookup(answer, name)) for name in columns))
+
+    def json(self, answer: Any) -> None:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+
+    def say(self, sentence: str) -> None:
+        """A word to people; programs read the JSON and the exit code."""
+        if not self.as_json:
+            self.console.print(Text(sentence))
+
+
+def table(rows: Iterable[dict[str, Any]], columns: Sequence[str], title: str | None = None) -> Table:
+    """Rows of one kind; a column `a.b` is field `b` of field `a`."""
+    shown = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        last = name.rpartition(".")[2]
+        shown.add_column(last.replace("_", " "), justify="right" if last in NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(_text(_lookup(row, name)) for name in columns))
+    return shown
+
+
+def _grid(pairs: Iterable[tuple[str, Any]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        grid.add_row(Text(name.replace("_", " "), style="dim"), _text(value))
+    return grid
+
+
+def _lookup(row: Any, name: str) -> Any:
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
+def _text(value: Any) -> Text:
+    if value is None or value in ("", {}):
+        return Text("-", style="dim")
+    if isinstance(value, dict):
+        return Text(" ".join(f"{key}={item}" for key, item in value.items()))
+    return Text(str(value))

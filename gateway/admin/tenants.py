@@ -1,0 +1,108 @@
+"""Tenants: who is served and billed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from litestar import Router, get, patch, post
+from msgspec import UNSET, Meta, UnsetType
+
+from billing.accounts import Tenant
+from billing.service import Idempotency
+from gateway.admin.body import Fault
+from gateway.admin.fields import Currency, Text, currency_fault
+from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
+from gateway.admin.state import AdminState
+from gateway.admin.times import format_time
+
+Limits = Annotated[
+    dict[str, int],
+    Meta(description="requests_per_minute, tokens_per_minute, concurrent; an absent one does not limit"),
+]
+
+
+class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A new tenant; without `id` one is made."""
+
+    name: Text
+    id: Text | None = None
+    currency: Currency = "usd"
+    stripe_customer_id: Text | None = None
+    default_adapter: Text | None = None
+    limits: Limits | None = None
+
+    def faults(self) -> list[Fault]:
+        return currency_fault(self.currency)
+
+
+class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is to change; an absent field stays, null takes a value away."""
+
+    name: Text | UnsetType = UNSET
+    stripe_customer_id: Text | UnsetType | None = UNSET
+    default_adapter: Text | UnsetType | None = UNSET
+    limits: Limits | UnsetType = UNSET
+
+
+class TenantView(msgspec.Struct, kw_only=True):
+    id: str
+    name: str
+    currency: str
+    stripe_customer_id: str | None
+    default_adapter: str | None
+    limits: dict[str, int]
+    status: str
+    created_at: str
+
+
+def show_tenant(tenant: Tenant) -> TenantView:
+    return TenantView(
+        id=tenant.id,
+        name=tenant.name,
+        currency=tenant.currency,
+        stripe_customer_id=tenant.stripe_customer_id,
+        default_adapter=tenant.default_adapter,
+        limits=dict(tenant.limits),
+        status=tenant.status,
+        created_at=format_time(tenant.created_us),
+    )
+
+
+@post("/", sync_to_thread=True)
+def create_tenant(data: TenantCreate, admin: AdminState, idempotency: Idempotency | None) -> TenantView:
+    """Create a tenant."""
+    return show_tenant(
+        admin.billing.create_tenant(
+            id=data.id,
+            name=data.name,
+            currency=data.currency,
+            stripe_customer_id=data.stripe_customer_id,
+            default_adapter=data.default_adapter,
+            limits=data.limits,
+            idempotency=idempotency,
+        )
+    )
+
+
+@get("/", sync_to_thread=True)
+def list_tenants(admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[TenantView]:
+    """List tenants in order of creation."""
+    found = admin.billing.tenants(limit=limit + 1, after=after)
+    return page(found, limit, show_tenant, lambda tenant: tenant.id)
+
+
+@get("/{tenant_id:str}", sync_to_thread=True)
+def get_tenant(tenant_id: str, admin: AdminState) -> TenantView:
+    """Show one tenant."""
+    return show_tenant(admin.billing.tenant(tenant_id))
+
+
+@patch("/{tenant_id:str}", sync_to_thread=True)
+def update_tenant(tenant_id: str, data: TenantUpdate, admin: AdminState) -> TenantView:
+    """Change a tenant."""
+    changes = {name: value for name in data.__struct_fields__ if (value := getattr(data, name)) is not UNSET}
+    return show_tenant(admin.billing.update_tenant(tenant_id, **changes))
+
+
+router = Router("/tenants", route_handlers=[create_tenant, list_tenants, get_tenant, update_tenant], tags=["tenants"])

@@ -1,0 +1,229 @@
+"""Usage: tokens and what they cost, by time and by what the requests were.
+
+The usage store knows no prices and the price book no usage; they meet here. Between two entries of the price book
+one model has one price for one tenant, and money is linear in tokens; so a range is cut where the book changed, and
+in each stretch the store's sums are priced as they are. An amount is exact and equals the sum of what the ledger
+charged for the same requests, however many they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, NamedTuple
+
+import msgspec
+from litestar import Router, get
+from litestar.params import Parameter
+from msgspec import UNSET, Meta, UnsetType
+
+from billing.errors import NoPrice, NotFound
+from billing.money import cost, format_amount
+from billing.prices import Rate
+from billing.service import Billing
+from gateway.admin.body import refuse
+from gateway.admin.fields import time_fault
+from gateway.admin.paging import MAX_LIMIT, After, Limit, Page, page
+from gateway.admin.state import AdminState
+from gateway.admin.times import format_time, month_start, parse_time
+from gateway.admin.watermark import FLUSH_S
+from metering import queries
+from metering.clickhouse import UsageRow as StoredSums
+from metering.clickhouse import UsageStore
+
+DAY_US = 86_400_000_000
+MAX_RANGE_US = 366 * DAY_US
+MAX_STRETCHES = 500  # one query each
+MAX_ROWS = 100_000
+PRICES_PAGE = 10_000
+DIMENSIONS = tuple(queries.GROUPS)
+
+
+class Bucket(StrEnum):
+    """The stretches of time rows are made for, in UTC."""
+
+    HOUR = "hour"
+    DAY = "day"
+    MONTH = "month"
+
+
+class UsageRow(msgspec.Struct, kw_only=True):
+    """Sums over the requests that began in one bucket and agree in what was grouped by.
+
+    `amount` is exact and not rounded. It is null, never less, while a request in it has no price.
+    """
+
+    start: str
+    tenant: str
+    model: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    adapter: str | UnsetType = UNSET
+    base_model: str | UnsetType = UNSET
+    endpoint: str | UnsetType = UNSET
+    user: str | UnsetType = UNSET
+    outcome: str | UnsetType = UNSET
+    requests: int
+    prompt_tokens: Annotated[int, Meta(description="cached ones among them")]
+    cached_tokens: int
+    completion_tokens: int
+    currency: str | None
+    amount: str | None
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """What `GET /usage` asks for. Times in microseconds, the end excluded and never in the future."""
+
+    tenant: str | None
+    start_us: int
+    end_us: int
+    bucket: Bucket
+    group_by: tuple[str, ...]  # dimensions of a row beside its tenant
+
+
+class Key(NamedTuple):
+    """What the sums of one row have in common."""
+
+    start_us: int
+    tenant: str
+    group: tuple[str, ...]
+
+
+class Sums:
+    """What is added up for one row."""
+
+    __slots__ = ("amount_femto", "cached", "completion", "currency", "prompt", "rated", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.prompt = self.cached = self.completion = self.amount_femto = 0
+        self.currency: str | None = None
+        self.rated = True
+
+    def add(self, part: StoredSums, rate: Rate | None) -> None:
+        self.requests += part.requests
+        self.prompt += part.prompt_tokens
+        self.cached += part.cached_tokens
+        self.completion += part.completion_tokens
+        if rate is None:
+            self.rated = False
+            return
+        self.currency = rate.currency
+        self.amount_femto += cost(part.prompt_tokens - part.cached_tokens, rate.prompt)
+        self.amount_femto += cost(part.cached_tokens, rate.cached) + cost(part.completion_tokens, rate.completion)
+
+
+def parse_query(
+    tenant: str | None, start: str | None, end: str | None, bucket: Bucket, group_by: str | None, now_us: int
+) -> Query:
+    """Check what was asked for; without times it is this month. Raises `BadRequest` with every fault."""
+    faults = [fault for field, text in (("start", start), ("end", end)) if text for fault in time_fault(field, text)]
+    names = tuple(dict.fromkeys(name.strip() for name in (group_by or "model").split(",") if name.strip()))
+    strange = [name for name in names if name not in DIMENSIONS]
+    faults += [("group_by", f"{name!r} is unknown; known are {', '.join(DIMENSIONS)}") for name in strange]
+    refuse(faults)
+    end_us = parse_time(end) if end else now_us + 1
+    start_us = parse_time(start) if start else month_start(end_us - 1)
+    if not start_us < end_us <= start_us + MAX_RANGE_US:
+        refuse([("end", "must be later than start, by at most 366 days")])
+    return Query(
+        tenant=tenant,
+        start_us=start_us,
+        end_us=min(end_us, now_us + 1),
+        bucket=bucket,
+        group_by=tuple(name for name in names if name != "tenant"),
+    )
+
+
+def usage_rows(query: Query, usage: UsageStore, billing: Billing) -> list[UsageRow]:
+    """All rows, in order of time, tenant and group. Raises `BadRequest` when they would be too many."""
+    rows: dict[Key, Sums] = {}
+    wanted = ("tenant", "model", "base_model", *query.group_by)
+    for start_us, end_us in stretches(query, price_changes(billing, query.tenant)):
+        rate = _rater(billing, start_us)
+        for part in usage.usage(
+            tenant=query.tenant, start_us=start_us, end_us=end_us, bucket=query.bucket, group_by=wanted
+        ):
+            group = part.group
+            key = Key(part.start_us, group["tenant"], tuple(group[name] for name in query.group_by))
+            rows.setdefault(key, Sums()).add(part, rate(group["tenant"], group["model"], group["base_model"]))
+            if len(rows) > MAX_ROWS:
+                refuse([("group_by", f"gives more than {MAX_ROWS} rows: ask for less time or fewer dimensions")])
+    return [_row(key, query.group_by, rows[key]) for key in sorted(rows)]
+
+
+def price_changes(billing: Billing, tenant: str | None) -> Iterator[int]:
+    """The times from which the price book says something else: a price counts once it is effective and recorded."""
+    after: str | None = None
+    while versions := billing.prices(limit=PRICES_PAGE, after=after):
+        for version in versions:
+            if tenant is None or version.tenant in (None, tenant):
+                yield max(version.effective_at_us, version.recorded_us)
+        after = versions[-1].id
+
+
+def stretches(query: Query, changes: Iterable[int]) -> list[tuple[int, int]]:
+    """The range cut where the price book changed. Raises `BadRequest` past `MAX_STRETCHES`."""
+    inside = {change for change in changes if query.start_us < change < query.end_us}
+    if len(inside) >= MAX_STRETCHES:
+        refuse([("start", f"prices changed more than {MAX_STRETCHES} times in this range: ask for less time")])
+    return list(itertools.pairwise(sorted({query.start_us, *inside, query.end_us})))
+
+
+def _rater(billing: Billing, ts_us: int) -> Callable[[str, str, str], Rate | None]:
+    """The price of a tenant's model in the stretch that begins at `ts_us`, or None: the rule of the door."""
+
+    def rate(tenant: str, model: str, base_model: str) -> Rate | None:
+        try:
+            return billing.quote(tenant, model, base_model, ts_us)
+        except (NoPrice, NotFound):
+            return None
+
+    return rate
+
+
+def _row(key: Key, names: tuple[str, ...], sums: Sums) -> UsageRow:
+    return UsageRow(
+        start=format_time(key.start_us),
+        tenant=key.tenant,
+        **dict(zip(names, key.group, strict=True)),
+        requests=sums.requests,
+        prompt_tokens=sums.prompt,
+        cached_tokens=sums.cached,
+        completion_tokens=sums.completion,
+        currency=sums.currency,
+        amount=format_amount(sums.amount_femto) if sums.rated else None,
+    )
+
+
+def _work(admin: AdminState, query: Query) -> list[UsageRow]:
+    admin.flush(FLUSH_S)
+    return usage_rows(query, admin.usage, admin.billing)
+
+
+@get("/usage")
+async def get_usage(
+    admin: AdminState,
+    tenant: Annotated[str | None, Parameter(description="Only this tenant's.")] = None,
+    start: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds; default: this month.")] = None,
+    end: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
+    bucket: Bucket = Bucket.DAY,
+    group_by: Annotated[
+        str | None, Parameter(description=f"Comma-separated: {', '.join(DIMENSIONS)}; default: model.")
+    ] = None,
+    limit: Limit = MAX_LIMIT,
+    after: After = None,
+) -> Page[UsageRow]:
+    """Tokens and exact amounts of the requests that began in a range of time."""
+    query = parse_query(tenant, start, end, bucket, group_by, admin.clock_us())
+    begin = _index(after)
+    rows = await admin.read(_work, admin, query)
+    return page(rows[begin : begin + limit + 1], limit, lambda row: row, lambda _: str(begin + limit))
+
+
+def _index(after: str | None) -> int:
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
+        refuse([("after", "is not the `next` of a page before")])
+    return int(after or 0)
+
+
+router = Router("/", route_handlers=[get_usage], tags=["usage"])

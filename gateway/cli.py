@@ -1,0 +1,440 @@
+"""The command line: start a server, and everything the admin API does.
+
+Knows: commands, flags and which columns to show. Does not know how anything is done: each command but `serve` and
+`migrate` is a call of the admin API, a running server's or, when none runs, the same app's opened here on the data
+folder (`gateway.admin.client`). A failure is one sentence on standard error and exit code 1; wrong use of a command
+is exit code 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gateway import settings as settings_module
+from gateway.admin.client import AdminClient, CallFailed, connect
+from gateway.admin.printing import Printer
+from gateway.settings import SettingsError
+
+TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
+KEY = ("id", "tenant", "name", "prefix", "created_at", "revoked_at")
+ADAPTER = ("name", "id", "base_model", "digest", "created_at")
+PRICE = ("model", "tenant", "currency", "per_million.prompt", "per_million.cached", "per_million.completion")
+PRICE_TIMES = ("effective_at", "recorded_at")
+BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "amount", "currency")
+INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
+LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
+DIFFERENCE = ("between", "tenant", "model", "start", "invoice", "left", "right")
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+class Group(click.Group):
+    """Turns the failures a command may have into one sentence."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (CallFailed, SettingsError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="meterhouse", prog_name="meterhouse")
+def main() -> None:
+    """Serve models to tenants and turn every token into an exact invoice line."""
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+_config = click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Settings file (METERHOUSE_CONFIG). [default: meterhouse.toml, if there is one]",
+)
+
+
+def _flag(field: settings_module.Field) -> Decorator:
+    """The flag of a setting. Its text goes on unread: the settings room checks all sources alike."""
+    default = "" if field.default is None else f" [default: {field.default}]"
+    switch: dict[str, Any] = {"is_flag": True, "flag_value": "true"} if field.type is bool else {}
+    return click.option(
+        field.flag,
+        field.name,
+        default=None,
+        metavar=None if switch else field.type.__name__.upper(),
+        help=f"{field.description} ({field.variable}){default}",
+        **switch,
+    )
+
+
+def _settings_flags(*names: str) -> Decorator:
+    """Flags of the named settings, or of all."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        for field in reversed(settings_module.fields()):
+            if not names or field.name in names:
+                function = _flag(field)(function)
+        return _config(function)
+
+    return decorate
+
+
+def _admin(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the admin API and a printer as first arguments, and the flags that say whose API."""
+
+    @_settings_flags("host", "port", "data_dir", "admin_key")
+    @click.option("--json", "as_json", is_flag=True, help="Print the API's answer as JSON.")
+    @functools.wraps(function)
+    def command(
+        config: Path | None,
+        host: str | None,
+        port: str | None,
+        data_dir: str | None,
+        admin_key: str | None,
+        as_json: bool,
+        **arguments: Any,
+    ) -> None:
+        flags = {"host": host, "port": port, "data_dir": data_dir, "admin_key": admin_key}
+        with connect(settings_module.load(flags, config=config)) as api:
+            function(api, Printer(as_json), **arguments)
+
+    return command
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that were given a value."""
+    return {name: value for name, value in fields.items() if value not in (None, {}, ())}
+
+
+def _limits(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
+    """`--limit requests_per_minute=60`, repeated → the API's object."""
+    limits: dict[str, int] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not value.isdigit():
+            raise click.BadParameter(f"{pair!r} is not NAME=WHOLE_NUMBER")
+        limits[name] = int(value)
+    return limits
+
+
+_limit = click.option(
+    "--limit", "limits", multiple=True, callback=_limits, metavar="NAME=NUMBER", help="A limit; may be repeated."
+)
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+@main.command()
+@_settings_flags()
+def serve(config: Path | None, **flags: str | None) -> None:
+    """Start the gateway and its engine, and serve until SIGINT or SIGTERM."""
+    from gateway import lifecycle  # the whole program hangs on it: the other commands stay quick
+
+    try:
+        lifecycle.serve(settings_module.load(flags, config=config))
+    except lifecycle.StartError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@_settings_flags("data_dir", "clickhouse_url", "ledger_url")
+def migrate(config: Path | None, **flags: str | None) -> None:
+    """Bring the usage store and the ledger to this version's schema. `serve` does it by itself."""
+    from gateway import lifecycle
+
+    try:
+        lifecycle.migrate(settings_module.load(flags, config=config))
+    except lifecycle.StartError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo("The usage store and the ledger are up to date.")
+
+
+# --- tenants and their keys ----------------------------------------------------------------------
+
+
+@main.group()
+def tenant() -> None:
+    """Tenants: who is served and billed."""
+
+
+@tenant.command("create")
+@click.argument("name")
+@click.option("--id", "tenant_id", help="Its id; without one it is made.")
+@click.option("--currency", help="What it is billed in. [default: usd]")
+@click.option("--stripe-customer-id", help="Stripe's id of the customer (cus_…).")
+@click.option("--default-adapter", help="What a request that names no model gets.")
+@_limit
+@_admin
+def tenant_create(api: AdminClient, printer: Printer, tenant_id: str | None, **fields: Any) -> None:
+    """Create the tenant NAME."""
+    printer.show(api.post("/tenants", body=_given(id=tenant_id, **fields)), TENANT)
+
+
+@tenant.command("list")
+@_admin
+def tenant_list(api: AdminClient, printer: Printer) -> None:
+    """List all tenants."""
+    printer.show(list(api.pages("/tenants")), TENANT)
+
+
+@tenant.command("show")
+@click.argument("tenant_id", metavar="TENANT")
+@_admin
+def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
+    """Show one tenant."""
+    printer.show(api.get("/tenants/{}", tenant_id), TENANT)
+
+
+@tenant.command("update")
+@click.argument("tenant_id", metavar="TENANT")
+@click.option("--name")
+@click.option("--stripe-customer-id")
+@click.option("--default-adapter")
+@_limit
+@_admin
+def tenant_update(api: AdminClient, printer: Printer, tenant_id: str, **fields: Any) -> None:
+    """Change what is given; limits are replaced as a whole."""
+    changes = _given(**fields)
+    if not changes:
+        raise click.UsageError("Give at least one thing to change.")
+    printer.show(api.patch("/tenants/{}", tenant_id, body=changes), TENANT)
+
+
+@main.group()
+def key() -> None:
+    """API keys of a tenant."""
+
+
+@key.command("create")
+@click.argument("tenant_id", metavar="TENANT")
+@click.option("--name", default="default", show_default=True, help="For people to know it by.")
+@_admin
+def key_create(api: AdminClient, printer: Printer, tenant_id: str, name: str) -> None:
+    """Create a key and print it, this once."""
+    printer.show(api.post("/tenants/{}/keys", tenant_id, body={"name": name}), ("id", "name", "key"))
+    printer.say("Keep the key now: it is not shown again.")
+
+
+@key.command("list")
+@click.argument("tenant_id", metavar="TENANT")
+@_admin
+def key_list(api: AdminClient, printer: Printer, tenant_id: str) -> None:
+    """List a tenant's keys."""
+    printer.show(list(api.pages("/tenants/{}/keys", tenant_id)), KEY)
+
+
+@key.command("revoke")
+@click.argument("key_id", metavar="KEY_ID")
+@_admin
+def key_revoke(api: AdminClient, printer: Printer, key_id: str) -> None:
+    """Revoke a key: it opens nothing from now on."""
+    api.delete("/keys/{}", key_id)
+    printer.say("Revoked.")
+
+
+# --- what is sold --------------------------------------------------------------------------------
+
+
+@main.group()
+def adapter() -> None:
+    """LoRA adapters of a tenant."""
+
+
+@adapter.command("add")
+@click.argument("tenant_id", metavar="TENANT")
+@click.argument("name")
+@click.argument("folder", type=click.Path(path_type=Path))
+@_admin
+def adapter_add(api: AdminClient, printer: Printer, tenant_id: str, name: str, folder: Path) -> None:
+    """Load the adapter in FOLDER (on the server) and serve it as NAME. A server must run."""
+    body = {"name": name, "path": str(folder.absolute())}
+    printer.show(api.post("/tenants/{}/adapters", tenant_id, body=body), ADAPTER)
+
+
+@adapter.command("list")
+@click.argument("tenant_id", metavar="TENANT")
+@_admin
+def adapter_list(api: AdminClient, printer: Printer, tenant_id: str) -> None:
+    """List a tenant's adapters."""
+    printer.show(list(api.pages("/tenants/{}/adapters", tenant_id)), ADAPTER)
+
+
+@adapter.command("remove")
+@click.argument("tenant_id", metavar="TENANT")
+@click.argument("name")
+@_admin
+def adapter_remove(api: AdminClient, printer: Printer, tenant_id: str, name: str) -> None:
+    """Take an adapter away; returns when its last running request has ended."""
+    api.delete("/tenants/{}/adapters/{}", tenant_id, name)
+    printer.say("Removed.")
+
+
+@main.group()
+def price() -> None:
+    """The price book, per million tokens."""
+
+
+@price.command("set")
+@click.argument("model")
+@click.option("--prompt", required=True, help="Price of a million prompt tokens, as 0.50.")
+@click.option("--cached", required=True, help="Of a million that were found in the cache.")
+@click.option("--completion", required=True, help="Of a million completion tokens.")
+@click.option("--currency", default="usd", show_default=True)
+@click.option("--effective-at", help="From when on: RFC 3339 or epoch seconds. [default: now]")
+@click.option("--tenant", "tenant_id", help="For this tenant only.")
+@_admin
+def price_set(
+    api: AdminClient,
+    printer: Printer,
+    model: str,
+    prompt: str,
+    cached: str,
+    completion: str,
+    currency: str,
+    effective_at: str | None,
+    tenant_id: str | None,
+) -> None:
+    """Enter a price for MODEL: a model's or adapter's name, or * for all."""
+    body = _given(model=model, currency=currency, effective_at=effective_at, tenant=tenant_id)
+    body["per_million"] = {"prompt": prompt, "cached": cached, "completion": completion}
+    printer.show(api.post("/prices", body=body), PRICE + PRICE_TIMES)
+
+
+@price.command("list")
+@_admin
+def price_list(api: AdminClient, printer: Printer) -> None:
+    """List every price ever entered."""
+    printer.show(list(api.pages("/prices")), PRICE + PRICE_TIMES)
+
+
+# --- money ---------------------------------------------------------------------------------------
+
+
+@main.group()
+def credit() -> None:
+    """Prepaid credit."""
+
+
+@credit.command("grant")
+@click.argument("tenant_id", metavar="TENANT")
+@click.argument("amount")
+@click.option("--currency", default="usd", show_default=True)
+@click.option("--reason", required=True, help="Why, for the ledger.")
+@_admin
+def credit_grant(api: AdminClient, printer: Printer, tenant_id: str, **fields: str) -> None:
+    """Give TENANT credit, AMOUNT as 10.00."""
+    granted = api.post("/tenants/{}/credits", tenant_id, body=fields)
+    printer.show(granted, ("id", "tenant", "amount", "currency", "reason", "created_at"))
+
+
+@main.command()
+@click.argument("tenant_id", metavar="TENANT")
+@_admin
+def balance(api: AdminClient, printer: Printer, tenant_id: str) -> None:
+    """Show what a tenant has left."""
+    printer.show(api.get("/tenants/{}/balance", tenant_id), BALANCE)
+
+
+_start = click.option("--start", help="RFC 3339 or epoch seconds.")
+_end = click.option("--end", help="RFC 3339 or epoch seconds, excluded. [default: now]")
+
+
+@main.command()
+@click.option("--tenant", "tenant_id", help="Only this tenant's.")
+@_start
+@_end
+@click.option("--bucket", type=click.Choice(["hour", "day", "month"]), default="day", show_default=True)
+@click.option("--group-by", default="model", show_default=True, help="Comma-separated dimensions.")
+@_admin
+def usage(
+    api: AdminClient,
+    printer: Printer,
+    tenant_id: str | None,
+    start: str | None,
+    end: str | None,
+    bucket: str,
+    group_by: str,
+) -> None:
+    """Show tokens and exact amounts by time. [default: this month]"""
+    rows = list(api.pages("/usage", tenant=tenant_id, start=start, end=end, bucket=bucket, group_by=group_by))
+    dimensions = [name for name in group_by.replace(" ", "").split(",") if name not in ("", "tenant")]
+    printer.show(rows, ("start", "tenant", *dimensions, *COUNTS))
+
+
+@main.group()
+def invoice() -> None:
+    """Invoices: draft, finalize, export, void."""
+
+
+@invoice.command("create")
+@click.argument("tenant_id", metavar="TENANT")
+@click.argument("period_start")
+@click.argument("period_end")
+@_admin
+def invoice_create(api: AdminClient, printer: Printer, tenant_id: str, period_start: str, period_end: str) -> None:
+    """Draft an invoice for usage from PERIOD_START up to PERIOD_END (excluded)."""
+    body = {"tenant": tenant_id, "period_start": period_start, "period_end": period_end}
+    _show_invoice(printer, api.post("/invoices", body=body))
+
+
+@invoice.command("list")
+@click.option("--tenant", "tenant_id", help="Only this tenant's.")
+@_admin
+def invoice_list(api: AdminClient, printer: Printer, tenant_id: str | None) -> None:
+    """List invoices."""
+    printer.show(list(api.pages("/invoices", tenant=tenant_id)), INVOICE)
+
+
+@invoice.command("show")
+@click.argument("invoice_id", metavar="INVOICE")
+@_admin
+def invoice_show(api: AdminClient, printer: Printer, invoice_id: str) -> None:
+    """Show an invoice with its lines."""
+    _show_invoice(printer, api.get("/invoices/{}", invoice_id))
+
+
+def _invoice_step(step: str, help: str) -> None:
+    @invoice.command(step, help=help)
+    @click.argument("invoice_id", metavar="INVOICE")
+    @_admin
+    def command(api: AdminClient, printer: Printer, invoice_id: str) -> None:
+        _show_invoice(printer, api.post(f"/invoices/{{}}/{step}", invoice_id))
+
+
+_invoice_step("finalize", "Make a draft final.")
+_invoice_step("export", "Send a final invoice to Stripe; safe to repeat.")
+_invoice_step("void", "Void an invoice that was not exported.")
+
+
+def _show_invoice(printer: Printer, found: dict[str, Any]) -> None:
+    printer.show(found, (*INVOICE, "exact_total", "stripe_invoice_id"))
+    if not printer.as_json:
+        printer.show(found["lines"], LINE)
+
+
+@main.command()
+@_start
+@_end
+@_admin
+def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | None) -> None:
+    """Compare engine, spool, usage store, ledger, invoices and Stripe; exit code 1 when they part."""
+    report = api.get("/reconcile", query={"start": start, "end": end})
+    if printer.as_json:
+        printer.json(report)
+    elif report["ok"]:
+        printer.say("Everything agrees.")
+    else:
+        printer.show(report["differences"], DIFFERENCE)
+    if not report["ok"]:
+        raise click.exceptions.Exit(1)
+
+
+if __name__ == "__main__":
+    main()
