@@ -140,8 +140,10 @@ class Accounts:
             case KeyRevoked(key=key):
                 self.keys[key.id] = key
             case AdapterAdded(adapter=adapter):
-                self.adapters[adapter.id] = adapter
-                self._adapters_of.setdefault(adapter.tenant, {})[adapter.name] = adapter
+                mine = self._adapters_of.setdefault(adapter.tenant, {})
+                if before := mine.pop(adapter.name, None):
+                    del self.adapters[before.id]
+                mine[adapter.name] = self.adapters[adapter.id] = adapter
             case AdapterRemoved(adapter=adapter):
                 self.adapters.pop(adapter.id, None)
                 self._adapters_of.get(adapter.tenant, {}).pop(adapter.name, None)
@@ -205,13 +207,11 @@ class Accounts:
         return msgspec.structs.replace(changed, status=TenantStatus(changed.status))
 
     def check_new_adapter(self, adapter: AdapterRecord) -> None:
-        """Raise `Conflict` where the name or the id is taken or the tenant has too many."""
+        """Raise `Conflict` where the load has a name already or the tenant has too many adapters."""
         mine = self._adapters_of.get(self.tenant(adapter.tenant).id, {})
-        if adapter.name in mine:
-            raise Conflict(f"an adapter {adapter.name!r} exists already; remove it first")
         if adapter.id in self.adapters:
-            raise Conflict("an adapter of this id exists already")
-        if len(mine) >= ADAPTERS_PER_TENANT:
+            raise Conflict("this load of an adapter has a name already")
+        if adapter.name not in mine and len(mine) >= ADAPTERS_PER_TENANT:
             raise Conflict(f"a tenant has at most {ADAPTERS_PER_TENANT} adapters")
 
 

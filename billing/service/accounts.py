@@ -148,7 +148,10 @@ class AccountService(Shell):
         base_model: str,
         idempotency: Idempotency | None = None,
     ) -> AdapterRecord:
-        """Give a loaded adapter a name of the tenant's. Raises `Invalid`, `NotFound`, `Conflict`."""
+        """Give a loaded adapter a name of the tenant's; from now on the name means this load and no earlier one.
+
+        Raises `Invalid`, `NotFound`, `Conflict`.
+        """
 
         def decide(time_us: int) -> tuple[list[NewEvent], AdapterRecord]:
             adapter = AdapterRecord(

@@ -56,6 +56,7 @@ class PriceService(Shell):
     def quote(self, tenant_id: str, model: str, base_model: str, ts_us: int) -> Rate:
         """The rate of a request that begins at `ts_us`. Raises `NoPrice`, `NotFound`."""
         with self._state:
-            self._quoted_us = max(self._quoted_us, ts_us)
+            # A time to come (asked for by a report) must not push the next price's `recorded_us` there.
+            self._quoted_us = max(self._quoted_us, min(ts_us, self._clock()))
             currency = self._books.accounts.tenant(tenant_id).currency
             return self._books.prices.resolve(tenant_id, model, base_model, currency, ts_us=ts_us, known_us=ts_us).rate
