@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from litestar import Response, get
+from litestar.di import NamedDependency
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.client import Engine
@@ -82,7 +83,7 @@ async def live() -> dict[str, str]:
 
 
 @get("/health/ready", tags=["Health"])
-async def ready(health: Health) -> Response[dict[str, str]]:
+async def ready(health: NamedDependency[Health]) -> Response[dict[str, str]]:
     """One token was computed lately, and usage can be recorded."""
     fault = await health.fault()
     if fault is None:
@@ -91,7 +92,7 @@ async def ready(health: Health) -> Response[dict[str, str]]:
 
 
 @get("/metrics", tags=["Health"], media_type="text/plain")
-async def metrics(telemetry: Telemetry) -> Response[bytes]:
+async def metrics(telemetry: NamedDependency[Telemetry]) -> Response[bytes]:
     """Prometheus' text format."""
     return Response(telemetry.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 

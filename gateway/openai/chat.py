@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from litestar import Request, post
+from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from gateway.admission import Admitted, Ask
@@ -18,7 +19,7 @@ ENDPOINT = "chat.completions"
 
 
 @post("/v1/chat/completions", status_code=200, tags=["OpenAI"])
-async def chat_completions(request: Request[Any, Any, Any], edge: Edge) -> ASGIApp:
+async def chat_completions(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> ASGIApp:
     """A chat's next message, streamed or whole."""
     return await edge.generate(request, lambda body: decode(ChatRequest, body), lambda asked: _preparer(edge, asked))
 

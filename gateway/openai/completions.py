@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from litestar import Request, post
+from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from gateway.admission import Admitted, Ask
@@ -19,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @post("/v1/completions", status_code=200, tags=["OpenAI"])
-async def completions(request: Request[Any, Any, Any], edge: Edge) -> ASGIApp:
+async def completions(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> ASGIApp:
     """What follows a text, or several texts, streamed or whole."""
     return await edge.generate(
         request, lambda body: decode(CompletionRequest, body), lambda asked: _preparer(edge, asked)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from litestar import Request, get
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 
 from billing.accounts import AdapterRecord
 from gateway.errors import ModelNotFound
@@ -14,7 +16,7 @@ _PAGE = 100
 
 
 @get("/v1/models", tags=["OpenAI"])
-async def list_models(request: Request[Any, Any, Any], edge: Edge) -> dict[str, Any]:
+async def list_models(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> dict[str, Any]:
     """Every name this key may ask for as `model`."""
     principal = edge.principal(request)
     adapters = _adapters(edge, principal.tenant.id)
@@ -22,7 +24,9 @@ async def list_models(request: Request[Any, Any, Any], edge: Edge) -> dict[str, 
 
 
 @get("/v1/models/{model_id:path}", tags=["OpenAI"])
-async def get_model(request: Request[Any, Any, Any], edge: Edge, model_id: str) -> dict[str, Any]:
+async def get_model(
+    request: Request[Any, Any, Any], edge: NamedDependency[Edge], model_id: FromPath[str]
+) -> dict[str, Any]:
     """One of them."""
     principal = edge.principal(request)
     wanted = str(model_id).removeprefix("/")

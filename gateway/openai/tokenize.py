@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from litestar import Request, post
+from litestar.di import NamedDependency
 
 from gateway.errors import BadRequest
 from gateway.openai.edge import Edge
@@ -15,7 +16,7 @@ from gateway.openai.schema import DetokenizeRequest, TokenizeRequest, decode
 
 
 @post("/tokenize", status_code=200, tags=["OpenAI"])
-async def tokenize(request: Request[Any, Any, Any], edge: Edge) -> dict[str, Any]:
+async def tokenize(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> dict[str, Any]:
     """The tokens of a text or a chat."""
     principal = edge.principal(request)
     asked = decode(TokenizeRequest, await edge.body(request))
@@ -47,7 +48,7 @@ async def _tokens(edge: Edge, asked: TokenizeRequest) -> list[int]:
 
 
 @post("/detokenize", status_code=200, tags=["OpenAI"])
-async def detokenize(request: Request[Any, Any, Any], edge: Edge) -> dict[str, Any]:
+async def detokenize(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> dict[str, Any]:
     """The text of tokens, special ones shown."""
     principal = edge.principal(request)
     asked = decode(DetokenizeRequest, await edge.body(request))
