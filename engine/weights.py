@@ -61,7 +61,7 @@ def resolve_model(spec: str, cache_dir: Path, *, progress: Progress = silent, ve
             cache_dir, DEFAULT_MODEL, _build_default, need_bytes=_DEFAULT_NEED_BYTES, progress=progress, full=verify
         )
         return check_folder(folder)
-    if path.is_dir():
+    if spec and path.is_dir():
         return check_folder(path.absolute())
     if path.suffix == ".gguf":
         return check_folder(_resolve_gguf(path, cache_dir, progress, verify))
