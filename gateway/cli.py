@@ -150,7 +150,8 @@ def migrate(config: Path | None, **flags: str | None) -> None:
     from gateway import lifecycle
 
     try:
-        lifecycle.migrate(settings_module.load(flags, config=config))
+        with lifecycle.open_admin(settings_module.load(flags, config=config)):
+            pass  # opening is what migrates
     except lifecycle.StartError as error:
         raise click.ClickException(str(error)) from None
     click.echo("The usage store and the ledger are up to date.")
@@ -197,6 +198,7 @@ def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
 @click.option("--name")
 @click.option("--stripe-customer-id")
 @click.option("--default-adapter")
+@click.option("--status", type=click.Choice(["active", "suspended"]), help="A suspended tenant's keys open nothing.")
 @_limit
 @_admin
 def tenant_update(api: AdminClient, printer: Printer, tenant_id: str, **fields: Any) -> None:

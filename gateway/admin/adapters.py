@@ -15,14 +15,16 @@ from typing import Annotated
 
 import msgspec
 from litestar import Router, delete, get, post
+from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
 from billing.accounts import AdapterRecord
 from billing.service import Idempotency
 from engine.types import AdapterInfo, AdapterRef
 from gateway.admin.fields import Text
+from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time
 from gateway.errors import BadRequest, Unavailable
 from metering.lock import fsync_folder
@@ -66,7 +68,7 @@ def show_adapter(adapter: AdapterRecord) -> AdapterView:
 
 @post("/tenants/{tenant_id:str}/adapters")
 async def add_adapter(
-    tenant_id: str, data: AdapterCreate, admin: AdminState, idempotency: Idempotency | None
+    tenant_id: FromPath[str], data: JSONBody[AdapterCreate], admin: Admin, idempotency: Once
 ) -> AdapterView:
     """Check an adapter, load it and serve it to this tenant."""
     if admin.engine is None:
@@ -90,7 +92,7 @@ async def add_adapter(
 
 @get("/tenants/{tenant_id:str}/adapters", sync_to_thread=True)
 def list_adapters(
-    tenant_id: str, admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None
+    tenant_id: FromPath[str], admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = None
 ) -> Page[AdapterView]:
     """List a tenant's adapters."""
     admin.billing.tenant(tenant_id)
@@ -99,7 +101,7 @@ def list_adapters(
 
 
 @delete("/tenants/{tenant_id:str}/adapters/{name:path}")
-async def remove_adapter(tenant_id: str, name: str, admin: AdminState) -> None:
+async def remove_adapter(tenant_id: FromPath[str], name: FromPath[str], admin: Admin) -> None:
     """Take an adapter away: new requests do not find it, the answer comes when its last one has ended."""
     record = await asyncio.to_thread(admin.billing.remove_adapter, tenant_id, name.lstrip("/"))
     await asyncio.shield(admin.spawn(_drop(admin, record.id, Path(record.path))))

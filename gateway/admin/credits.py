@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Router, get, post
+from litestar.params import FromPath, JSONBody
 
 from billing.money import format_amount, parse_amount
-from billing.service import Idempotency
 from gateway.admin.body import Fault
 from gateway.admin.fields import Currency, MoneyText, Text, amount_fault, currency_fault
-from gateway.admin.state import AdminState
+from gateway.admin.idempotency import Once
+from gateway.admin.state import Admin
 from gateway.admin.times import format_time
 
 
@@ -50,7 +51,7 @@ class BalanceView(msgspec.Struct, kw_only=True):
 
 
 @post("/tenants/{tenant_id:str}/credits", sync_to_thread=True)
-def grant_credit(tenant_id: str, data: CreditGrant, admin: AdminState, idempotency: Idempotency | None) -> CreditView:
+def grant_credit(tenant_id: FromPath[str], data: JSONBody[CreditGrant], admin: Admin, idempotency: Once) -> CreditView:
     """Grant credit to a tenant."""
     grant = admin.billing.grant_credit(tenant_id, data.amount, data.currency, data.reason, idempotency=idempotency)
     return CreditView(
@@ -64,7 +65,7 @@ def grant_credit(tenant_id: str, data: CreditGrant, admin: AdminState, idempoten
 
 
 @get("/tenants/{tenant_id:str}/balance", sync_to_thread=True)
-def get_balance(tenant_id: str, admin: AdminState) -> BalanceView:
+def get_balance(tenant_id: FromPath[str], admin: Admin) -> BalanceView:
     """Show a tenant's balance."""
     balance = admin.billing.balance(tenant_id)
     return BalanceView(

@@ -7,23 +7,27 @@ promise survives every crash. The hash covers path and body: one key on two rout
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from litestar import Request
-from litestar.params import Parameter
+from litestar.di import NamedDependency
+from litestar.params import HeaderParameter
 
 from billing.service import Idempotency
 
 IdempotencyKey = Annotated[
     str | None,
-    Parameter(
-        header="Idempotency-Key",
+    HeaderParameter(
+        name="Idempotency-Key",
         min_length=1,
         max_length=255,
         description="A repeated call with the same key and body gets the first answer; with another body, 409.",
     ),
 ]
+
+Once: TypeAlias = NamedDependency[Idempotency | None]
+"""The call's idempotency, as a route's handler asks for it under the name `idempotency`."""
 
 
 async def provide_idempotency(

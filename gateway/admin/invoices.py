@@ -6,17 +6,17 @@ from typing import Annotated
 
 import msgspec
 from litestar import Router, get, post
-from litestar.params import Parameter
+from litestar.params import FromPath, JSONBody, QueryParameter
 from msgspec import Meta
 
 from billing.errors import PeriodNotClosed
 from billing.invoice import Invoice, InvoiceLine
 from billing.money import format_amount, format_minor, format_price
-from billing.service import Idempotency
 from gateway.admin.body import Fault
 from gateway.admin.fields import Text, TimeText, time_fault
+from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin
 from gateway.admin.times import format_time, parse_time
 from gateway.admin.watermark import FLUSH_S, watermark_us
 from gateway.errors import Conflict
@@ -119,7 +119,7 @@ def _time(us: int | None) -> str | None:
 
 
 @post("/invoices")
-async def create_invoice(data: InvoiceCreate, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+async def create_invoice(data: JSONBody[InvoiceCreate], admin: Admin, idempotency: Once) -> InvoiceView:
     """Draft an invoice. 409 with `retry-after` while usage of the period may still be on its way."""
     end_us = parse_time(data.period_end)
     await admin.read(admin.flush, FLUSH_S)
@@ -146,8 +146,8 @@ def _retry(missing_us: int) -> dict[str, str]:
 
 @get("/invoices", sync_to_thread=True)
 def list_invoices(
-    admin: AdminState,
-    tenant: Annotated[str | None, Parameter(description="Only this tenant's.")] = None,
+    admin: Admin,
+    tenant: Annotated[str | None, QueryParameter(description="Only this tenant's.")] = None,
     limit: Limit = DEFAULT_LIMIT,
     after: After = None,
 ) -> Page[InvoiceView]:
@@ -157,25 +157,25 @@ def list_invoices(
 
 
 @get("/invoices/{invoice_id:str}", sync_to_thread=True)
-def get_invoice(invoice_id: str, admin: AdminState) -> InvoiceView:
+def get_invoice(invoice_id: FromPath[str], admin: Admin) -> InvoiceView:
     """Show one invoice."""
     return show_invoice(admin.billing.invoice(invoice_id))
 
 
 @post("/invoices/{invoice_id:str}/finalize", status_code=200, sync_to_thread=True)
-def finalize_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+def finalize_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
     """Make a draft final; from here on it can only be exported or voided."""
     return show_invoice(admin.billing.finalize_invoice(invoice_id, idempotency=idempotency))
 
 
 @post("/invoices/{invoice_id:str}/export", status_code=200, sync_to_thread=True)
-def export_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+def export_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
     """Send a final invoice to Stripe; safe to repeat after any failure. 409 when STRIPE_API_KEY is not set."""
     return show_invoice(admin.billing.export_invoice(invoice_id, admin.exporter, idempotency=idempotency))
 
 
 @post("/invoices/{invoice_id:str}/void", status_code=200, sync_to_thread=True)
-def void_invoice(invoice_id: str, admin: AdminState, idempotency: Idempotency | None) -> InvoiceView:
+def void_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
     """Void an invoice that was not exported; its usage can be invoiced again."""
     return show_invoice(admin.billing.void_invoice(invoice_id, idempotency=idempotency))
 

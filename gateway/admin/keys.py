@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Router, delete, get, post
+from litestar.params import FromPath, JSONBody
 
 from billing.accounts import Key
-from billing.service import Idempotency
 from gateway.admin.fields import Text
+from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin
 from gateway.admin.times import format_time
 
 
@@ -52,21 +53,23 @@ def show_key(key: Key) -> KeyView:
 
 
 @post("/tenants/{tenant_id:str}/keys", sync_to_thread=True)
-def create_key(tenant_id: str, data: KeyCreate, admin: AdminState, idempotency: Idempotency | None) -> KeyCreated:
+def create_key(tenant_id: FromPath[str], data: JSONBody[KeyCreate], admin: Admin, idempotency: Once) -> KeyCreated:
     """Create a key."""
     key, secret = admin.billing.create_key(tenant_id, data.name, idempotency=idempotency)
     return msgspec.convert({**_shown(key), "key": secret}, KeyCreated)
 
 
 @get("/tenants/{tenant_id:str}/keys", sync_to_thread=True)
-def list_keys(tenant_id: str, admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[KeyView]:
+def list_keys(
+    tenant_id: FromPath[str], admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = None
+) -> Page[KeyView]:
     """List a tenant's keys, revoked ones too."""
     found = admin.billing.keys(tenant_id, limit=limit + 1, after=after)
     return page(found, limit, show_key, lambda key: key.id)
 
 
 @delete("/keys/{key_id:str}", sync_to_thread=True)
-def revoke_key(key_id: str, admin: AdminState) -> None:
+def revoke_key(key_id: FromPath[str], admin: Admin) -> None:
     """Revoke a key: requests that run end as they would, new ones are refused at once."""
     admin.billing.revoke_key(key_id)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
-from litestar.params import Parameter
+from litestar.params import QueryParameter
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -18,8 +18,8 @@ S = TypeVar("S")
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 
-Limit = Annotated[int, Parameter(ge=1, le=MAX_LIMIT, description="At most this many items.")]
-After = Annotated[str | None, Parameter(description="The `next` of the page before.", max_length=1024)]
+Limit = Annotated[int, QueryParameter(ge=1, le=MAX_LIMIT, description="At most this many items.")]
+After = Annotated[str | None, QueryParameter(description="The `next` of the page before.", max_length=1024)]
 
 
 class Page(msgspec.Struct, Generic[T], kw_only=True):

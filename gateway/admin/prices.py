@@ -6,11 +6,11 @@ from typing import Annotated
 
 import msgspec
 from litestar import Router, get, post
+from litestar.params import JSONBody
 from msgspec import Meta
 
 from billing.money import format_price
 from billing.prices import PriceVersion
-from billing.service import Idempotency
 from gateway.admin.body import Fault
 from gateway.admin.fields import (
     Currency,
@@ -21,8 +21,9 @@ from gateway.admin.fields import (
     price_fault,
     time_fault,
 )
+from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin
 from gateway.admin.times import format_time, parse_time
 
 
@@ -81,7 +82,7 @@ def show_price(price: PriceVersion) -> PriceView:
 
 
 @post("/prices", sync_to_thread=True)
-def set_price(data: PriceCreate, admin: AdminState, idempotency: Idempotency | None) -> PriceView:
+def set_price(data: JSONBody[PriceCreate], admin: Admin, idempotency: Once) -> PriceView:
     """Enter a price; earlier ones stay for the requests they were in force for."""
     price = admin.billing.set_price(
         model=data.model,
@@ -95,7 +96,7 @@ def set_price(data: PriceCreate, admin: AdminState, idempotency: Idempotency | N
 
 
 @get("/prices", sync_to_thread=True)
-def list_prices(admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[PriceView]:
+def list_prices(admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[PriceView]:
     """List the price book in order of entry."""
     found = admin.billing.prices(limit=limit + 1, after=after)
     return page(found, limit, show_price, lambda price: price.id)

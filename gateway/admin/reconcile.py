@@ -7,14 +7,14 @@ from typing import Annotated
 
 import msgspec
 from litestar import Router, get
-from litestar.params import Parameter
+from litestar.params import QueryParameter
 from msgspec import Meta
 
 from billing.money import format_amount
 from billing.reconcile import Difference, Report, Row, Tokens
 from gateway.admin.body import refuse
 from gateway.admin.fields import time_fault
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time, parse_time
 from gateway.admin.watermark import CONSUMER, FLUSH_S
 from metering.counts import HOUR_US
@@ -146,9 +146,9 @@ def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
 
 @get("/reconcile")
 async def get_reconcile(
-    admin: AdminState,
-    start: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds; default: a day ago.")] = None,
-    end: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
+    admin: Admin,
+    start: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds; default: a day ago.")] = None,
+    end: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
 ) -> ReportView:
     """Compare all books over a range of time."""
     start_us, end_us = parse_range(start, end, admin.clock_us())

@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
+
+from litestar.di import NamedDependency
 
 from billing.service import Billing
 from billing.stripe import StripeExporter
@@ -21,12 +22,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _readers() -> ThreadPoolExecutor:
-    # chDB wants few reader threads and keeps a client for each, so its readers are these two and no others.
-    return ThreadPoolExecutor(2, "admin-reader")
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdminState:
     """The parts of a gateway that an administrator may read and change.
 
@@ -35,25 +30,42 @@ class AdminState:
     reach its stores, and says whether it has.
     """
 
-    admin_key: str
-    billing: Billing
-    usage: UsageStore
-    spool: Spool
-    journal: Journal
-    engine: Engine | None
-    base_model: str
-    adapters_dir: Path
-    exporter: StripeExporter
-    stripe_configured: bool
-    flush: Callable[[float], bool]
-    clock_us: Callable[[], int]
-    readers: ThreadPoolExecutor = field(default_factory=_readers)
-    adapters_lock: threading.Lock = field(default_factory=threading.Lock)  # one change of a name at a time
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(
+        self,
+        *,
+        admin_key: str,
+        billing: Billing,
+        usage: UsageStore,
+        spool: Spool,
+        journal: Journal,
+        engine: Engine | None,
+        base_model: str,
+        adapters_dir: Path,
+        exporter: StripeExporter,
+        stripe_configured: bool,
+        flush: Callable[[float], bool],
+        clock_us: Callable[[], int],
+    ) -> None:
+        self.admin_key = admin_key
+        self.billing = billing
+        self.usage = usage
+        self.spool = spool
+        self.journal = journal
+        self.engine = engine
+        self.base_model = base_model
+        self.adapters_dir = adapters_dir.absolute()
+        self.exporter = exporter
+        self.stripe_configured = stripe_configured
+        self.flush = flush
+        self.clock_us = clock_us
+        self.adapters_lock = threading.Lock()  # one change of a name at a time
+        # Reports are long queries: two at a time, and never on the threads that short calls wait for.
+        self._readers = ThreadPoolExecutor(2, "admin-reader")
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def read(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run what reads the usage store, off the event loop, on a thread kept for that."""
-        return await asyncio.get_running_loop().run_in_executor(self.readers, lambda: work(*args, **kwargs))
+        """Run what reads the usage store on a thread kept for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(*args, **kwargs))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run what outlives its request."""
@@ -67,4 +79,8 @@ class AdminState:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self.readers.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._readers.shutdown, wait=True, cancel_futures=True)
+
+
+Admin: TypeAlias = NamedDependency[AdminState]
+"""The state, as a route's handler asks for it."""

@@ -6,14 +6,15 @@ from typing import Annotated
 
 import msgspec
 from litestar import Router, get, patch, post
+from litestar.params import FromPath, JSONBody
 from msgspec import UNSET, Meta, UnsetType
 
-from billing.accounts import Tenant
-from billing.service import Idempotency
+from billing.accounts import Tenant, TenantStatus
 from gateway.admin.body import Fault
 from gateway.admin.fields import Currency, Text, currency_fault
+from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin
 from gateway.admin.times import format_time
 
 Limits = Annotated[
@@ -43,6 +44,7 @@ class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stripe_customer_id: Text | UnsetType | None = UNSET
     default_adapter: Text | UnsetType | None = UNSET
     limits: Limits | UnsetType = UNSET
+    status: TenantStatus | UnsetType = UNSET
 
 
 class TenantView(msgspec.Struct, kw_only=True):
@@ -52,7 +54,7 @@ class TenantView(msgspec.Struct, kw_only=True):
     stripe_customer_id: str | None
     default_adapter: str | None
     limits: dict[str, int]
-    status: str
+    status: TenantStatus
     created_at: str
 
 
@@ -70,7 +72,7 @@ def show_tenant(tenant: Tenant) -> TenantView:
 
 
 @post("/", sync_to_thread=True)
-def create_tenant(data: TenantCreate, admin: AdminState, idempotency: Idempotency | None) -> TenantView:
+def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once) -> TenantView:
     """Create a tenant."""
     return show_tenant(
         admin.billing.create_tenant(
@@ -86,20 +88,20 @@ def create_tenant(data: TenantCreate, admin: AdminState, idempotency: Idempotenc
 
 
 @get("/", sync_to_thread=True)
-def list_tenants(admin: AdminState, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[TenantView]:
+def list_tenants(admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[TenantView]:
     """List tenants in order of creation."""
     found = admin.billing.tenants(limit=limit + 1, after=after)
     return page(found, limit, show_tenant, lambda tenant: tenant.id)
 
 
 @get("/{tenant_id:str}", sync_to_thread=True)
-def get_tenant(tenant_id: str, admin: AdminState) -> TenantView:
+def get_tenant(tenant_id: FromPath[str], admin: Admin) -> TenantView:
     """Show one tenant."""
     return show_tenant(admin.billing.tenant(tenant_id))
 
 
 @patch("/{tenant_id:str}", sync_to_thread=True)
-def update_tenant(tenant_id: str, data: TenantUpdate, admin: AdminState) -> TenantView:
+def update_tenant(tenant_id: FromPath[str], data: JSONBody[TenantUpdate], admin: Admin) -> TenantView:
     """Change a tenant."""
     changes = {name: value for name in data.__struct_fields__ if (value := getattr(data, name)) is not UNSET}
     return show_tenant(admin.billing.update_tenant(tenant_id, **changes))

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 from litestar import Router, get
-from litestar.params import Parameter
+from litestar.params import FromQuery, QueryParameter
 from msgspec import UNSET, Meta, UnsetType
 
 from billing.errors import NoPrice, NotFound
@@ -25,7 +25,7 @@ from billing.service import Billing
 from gateway.admin.body import refuse
 from gateway.admin.fields import time_fault
 from gateway.admin.paging import MAX_LIMIT, After, Limit, Page, page
-from gateway.admin.state import AdminState
+from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time, month_start, parse_time
 from gateway.admin.watermark import FLUSH_S
 from metering import queries
@@ -202,13 +202,13 @@ def _work(admin: AdminState, query: Query) -> list[UsageRow]:
 
 @get("/usage")
 async def get_usage(
-    admin: AdminState,
-    tenant: Annotated[str | None, Parameter(description="Only this tenant's.")] = None,
-    start: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds; default: this month.")] = None,
-    end: Annotated[str | None, Parameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
-    bucket: Bucket = Bucket.DAY,
+    admin: Admin,
+    tenant: Annotated[str | None, QueryParameter(description="Only this tenant's.")] = None,
+    start: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds; default: this month.")] = None,
+    end: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
+    bucket: FromQuery[Bucket] = Bucket.DAY,
     group_by: Annotated[
-        str | None, Parameter(description=f"Comma-separated: {', '.join(DIMENSIONS)}; default: model.")
+        str | None, QueryParameter(description=f"Comma-separated: {', '.join(DIMENSIONS)}; default: model.")
     ] = None,
     limit: Limit = MAX_LIMIT,
     after: After = None,
