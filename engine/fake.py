@@ -260,7 +260,7 @@ class FakeEngine:
             if update.finished:
                 del self._jobs[job.group.request.id]
                 self._release(job.group.request.adapter)
-        self._stats = self._counted()
+        self._stats = self._counted(self._stats.steps_total + 1)
         error = self._tell(StepOutput(self._stats.steps_total, [update for _, update in updates], self._stats))
         for job, update in updates:
             if error is None:
@@ -269,6 +269,7 @@ class FakeEngine:
                 self._jobs.pop(job.group.request.id, None)
                 self._release(job.group.request.adapter)
                 job.stream.fail(error)
+        self._stats = self._counted(self._stats.steps_total)
         return True
 
     def _tell(self, output: StepOutput) -> EngineUnavailable | None:
@@ -280,14 +281,14 @@ class FakeEngine:
             return EngineUnavailable("the step could not be recorded")
         return None
 
-    def _counted(self) -> EngineStats:
+    def _counted(self, steps: int) -> EngineStats:
         jobs = [job.group for job in self._jobs.values()]
         return EngineStats(
             running=sum(len(group.unfinished) for group in jobs if group.started),
             waiting=sum(not group.started for group in jobs),
             prefix_queries_total=self._queries,
             prefix_hits_total=self._hits,
-            steps_total=self._stats.steps_total + 1,
+            steps_total=steps,
             adapters_loaded=len(self._adapters),
         )
 
