@@ -1,0 +1,112 @@
+"""The default model, in float32, token for token with transformers and PEFT, in mixed batches of chunks and decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.core import EngineCore, build
+from engine.tokens import Tokenizer
+from engine.types import EngineConfig
+from tests.generation import greedy, run, transformers_greedy
+from tests.peft_adapters import make_adapter, peft_models, refer
+
+TOKENS = 32
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis to a child.",
+    "List three prime numbers above fifty.",
+    "Who wrote Hamlet?",
+    "Translate 'good morning' into Spanish.",
+    "What is 17 times 23?",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+    "Summarise the plot of Romeo and Juliet in one sentence.",
+    "Write a Python function that reverses a string.",
+    "What causes the tides?",
+]
+TEXTS = [
+    "Once upon a time",
+    "The",
+    "def fibonacci(n):\n    ",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "In 1969, astronauts first walked on the moon. " * 12,
+    "naïve café — 東京 👍🏽",
+    "The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore. " * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model: Path) -> list[list[int]]:
+    """Twenty: chats and plain text, from one token to about two hundred."""
+    tokenizer = Tokenizer(default_model)
+    chats = [tokenizer.apply_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    return chats + [tokenizer.encode(text) for text in TEXTS]
+
+
+def core(model: Path, **changes: Any) -> EngineCore:
+    return build(
+        EngineConfig(model=str(model), dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8, **changes)
+    )
+
+
+def test_twenty_prompts_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
+    """A budget of 48 tokens a step cuts prompts in chunks that run beside the decodes of others."""
+    assert len(prompts) == 20
+    requests = [greedy(str(index), prompt, TOKENS) for index, prompt in enumerate(prompts)]
+    tokens, _ = run(core(default_model, max_num_batched_tokens=48), requests)
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    for index, prompt in enumerate(prompts):
+        expected, _ = transformers_greedy(model, prompt, TOKENS)
+        assert tokens[str(index)] == expected, f"prompt {index}"
+
+
+def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Random adapters of unlike ranks, targets and scalings, and rows without one, all at once."""
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    every = [*attention, "gate_proj", "up_proj", "down_proj"]
+    configs: dict[str, dict[str, Any]] = {
+        "every": {"r": 8, "lora_alpha": 16, "target_modules": every},
+        "attention": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": attention},
+        "mlp": {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"], "rank_pattern": {"up_proj": 24}},
+    }
+    folders = [
+        make_adapter(default_model, tmp_path / name, seed=seed, **config)
+        for seed, (name, config) in enumerate(configs.items())
+    ]
+    compare_with_peft(default_model, folders, prompts[:6])
+
+
+def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]]) -> None:
+    folders = sorted(path.parent for path in Path("examples/adapters").glob("*/adapter_config.json"))
+    assert len(folders) == 3
+    compare_with_peft(default_model, folders, prompts[:6])
+
+
+def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]) -> None:
+    engine = core(model, max_num_batched_tokens=64)
+    refs = {folder.name: refer(folder, folder.name) for folder in folders}
+    for ref in refs.values():
+        engine.load_adapter(ref)
+    names = [*refs, "base"]
+    asked = {f"{names[index % len(names)]} {index}": prompt for index, prompt in enumerate(prompts * 2)}
+    requests = [greedy(key, prompt, TOKENS, adapter=refs.get(key.split()[0])) for key, prompt in asked.items()]
+    tokens, _ = run(engine, requests, apart=2)
+    reference = peft_models(model, folders)
+    for key, prompt in asked.items():
+        name = key.split()[0]
+        if name == "base":
+            with reference.disable_adapter():
+                expected, _ = transformers_greedy(reference, prompt, TOKENS)
+        else:
+            reference.set_adapter(name)
+            expected, _ = transformers_greedy(reference, prompt, TOKENS)
+        assert tokens[key] == expected, key
+    plain = {key.split()[1]: value for key, value in tokens.items()}
+    assert len({tuple(value) for value in plain.values()}) > len(prompts)  # adapters change what is said
