@@ -89,7 +89,7 @@ INVOICE = _invoice()
 
 
 def _exporter(double: StripeDouble, client: stripe.HTTPClient | None = None) -> StripeExporter:
-    http = client or stripe.RequestsClient(timeout=0.3)
+    http = client or stripe.RequestsClient(timeout=0.2)
     return StripeExporter(double.api_key, double.url, http_client=http, sleep=lambda _: None)
 
 
@@ -228,10 +228,10 @@ def test_a_deleted_draft_is_made_anew_although_its_key_is_remembered(stripe_doub
 def test_any_fault_at_any_call(kind: Any, hours: int) -> None:
     for call in range(CALLS):
         with StripeDouble() as double:
-            double.faults.append(Fault(kind, nth=call, seconds=0.4))
+            double.faults.append(Fault(kind, nth=call, seconds=0.3))
 
             def later(clock: Clock = double.clock) -> None:
-                time.sleep(0.2 if kind.startswith("hang") else 0)  # no request hangs for 30 hours: let it land first
+                time.sleep(0.15 if kind.startswith("hang") else 0)  # no request hangs for 30 hours: let it land first
                 clock.advance(hours=hours)
 
             result = _until_done(double, later)
