@@ -99,7 +99,7 @@ class EngineCore:
         clock_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self._runner = runner
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._clock_us = clock_us
         pool = BlockPool(runner.num_blocks, runner.block_size)
@@ -137,7 +137,7 @@ class EngineCore:
             cache_root=cache_root(request.tenant, digest, request.cache_salt),
             arrived_us=self._clock_us() if arrived_us is None else arrived_us,
         )
-        texts = [self._detokenizer(self._tokenizer, request.sampling) for _ in range(request.n)]
+        texts = [self._detokenizer(self.tokenizer, request.sampling) for _ in range(request.n)]
         self.scheduler.add(group)
         self._texts[request.id] = texts
         if request.adapter:
