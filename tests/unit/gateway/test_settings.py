@@ -1,0 +1,99 @@
+"""Settings: four sources in order, nothing unknown, nothing secret printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.keyfile import admin_key
+from gateway.settings import Settings, SettingsError, fields, load
+
+
+def test_order_of_sources(tmp_path: Path) -> None:
+    config = tmp_path / "meterhouse.toml"
+    config.write_text('host = "a"\nport = 1\nmax_num_seqs = 4\n')
+    environ = {"METERHOUSE_PORT": "2", "METERHOUSE_MAX_N": "5", "METERHOUSE_TEST_ANYTHING": "x", "PATH": "y"}
+    settings = load({"port": "3", "model": None}, environ, config)
+    assert (settings.host, settings.port, settings.max_num_seqs, settings.max_n) == ("a", 3, 4, 5)
+    assert settings.model == "default"
+
+
+def test_config_named_by_the_environment(tmp_path: Path) -> None:
+    config = tmp_path / "other.toml"
+    config.write_text('data_dir = "~/x"\n')
+    assert load({}, {"METERHOUSE_CONFIG": str(config)}).data_dir == Path.home() / "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "toml", "names"),
+    [
+        ({}, {"METERHOUSE_PRT": "1"}, "", ["METERHOUSE_PRT"]),
+        ({}, {}, "prt = 1", ["prt"]),
+        ({}, {}, "[server]\nport = 1", ["server"]),
+        ({}, {}, 'port = "1x"', ["port"]),
+        ({}, {}, "port = ", ["TOML"]),
+        ({"port": "70000"}, {}, "", ["port", "command line"]),
+        ({"nothing": 1}, {}, "", ["nothing"]),
+        ({}, {"METERHOUSE_DEVICE": "tpu"}, "", ["device", "cuda"]),
+        ({}, {"METERHOUSE_ADMIN_KEY": " "}, "", ["admin_key"]),
+        ({}, {"METERHOUSE_CONFIG": "/nowhere.toml"}, None, ["/nowhere.toml"]),
+    ],
+)
+def test_faults_are_named(
+    tmp_path: Path, flags: dict[str, object], environ: dict[str, str], toml: str | None, names: list[str]
+) -> None:
+    config = None
+    if toml is not None:
+        config = tmp_path / "meterhouse.toml"
+        config.write_text(toml)
+    with pytest.raises(SettingsError) as caught:
+        load(flags, environ, config)
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_secrets_are_not_shown() -> None:
+    settings = Settings(
+        admin_key="s3cret",
+        stripe_api_key="s3cret",
+        clickhouse_url="https://user:s3cret@host/db?password=s3cret&x=1",
+        ledger_url="postgresql+psycopg://user:s3c@ret@host/db".replace("s3c@ret", "s3cret"),
+    )
+    for text in (repr(settings), str(settings), str(settings.shown())):
+        assert "s3cret" not in text
+        assert "host/db" in text
+
+
+def test_stripes_own_variables() -> None:
+    environ = {"STRIPE_API_KEY": "sk_a", "STRIPE_API_BASE": "http://localhost:1", "METERHOUSE_STRIPE_API_KEY": "sk_b"}
+    settings = load({}, environ)
+    assert (settings.stripe_api_key, settings.stripe_api_base) == ("sk_b", "http://localhost:1")
+
+
+def test_places_under_the_data_folder() -> None:
+    settings = Settings(data_dir=Path("/d"))
+    assert settings.clickhouse == "chdb:///d/clickhouse"
+    assert settings.ledger == "sqlite:////d/ledger.sqlite3"
+    assert Settings(clickhouse_url="http://x", ledger_url="sqlite:///y").clickhouse == "http://x"
+    assert Settings(host="0.0.0.0", port=1).base_url == "http://127.0.0.1:1"
+
+
+def test_every_setting_is_described() -> None:
+    described = fields()
+    assert [field.name for field in described] == list(Settings.__struct_fields__)
+    for field in described:
+        assert field.description, field.name
+        assert field.type in (str, int, float, bool, Path), field.name
+
+
+def test_admin_key_is_minted_once_for_its_owner_only(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "new")
+    key = admin_key(settings)
+    assert key == admin_key(settings)
+    assert settings.admin_key_file.stat().st_mode & 0o777 == 0o600
+    assert admin_key(Settings(data_dir=tmp_path / "new", admin_key="given")) == "given"
+    assert [path.name for path in settings.data_dir.iterdir()] == ["admin.key"]
+    settings.admin_key_file.write_text("")
+    with pytest.raises(SettingsError):
+        admin_key(settings)
