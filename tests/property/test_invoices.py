@@ -1,0 +1,166 @@
+"""Invoices: every charge on at most one standing invoice, none forgotten, lines exact to the digit."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from billing.invoice import (
+    Charge,
+    Invoice,
+    InvoiceDrafted,
+    Invoices,
+    InvoiceStatus,
+    InvoiceVoided,
+    Period,
+    cut_lines,
+    digest,
+    owner,
+)
+from billing.money import round_half_even
+from billing.prices import PriceVersion, Rate, TokenClass
+
+
+def version(id: str, prompt: int, cached: int, completion: int) -> PriceVersion:
+    rate = Rate(price_id=id, currency="usd", prompt=prompt, cached=cached, completion=completion)
+    return PriceVersion(id=id, tenant=None, model="*", effective_at_us=0, recorded_us=0, rate=rate)
+
+
+prices = st.integers(0, 10**15)
+books = st.lists(st.tuples(prices, prices, prices), min_size=1, max_size=3).map(
+    lambda rows: [version(f"p{number}", *row) for number, row in enumerate(rows)]
+)
+counts = st.integers(0, 10**7)
+
+
+@st.composite
+def charges(draw: st.DrawFn) -> list[Charge]:
+    book = draw(books)
+    rows = draw(st.lists(st.tuples(st.sampled_from(["base", "pirate"]), counts, counts, counts), max_size=40))
+    return [
+        Charge(
+            event_id=f"e{number}",
+            event_hash="h",
+            ts_us=number,
+            model=model,
+            adapter="",
+            quantities=dict(zip(TokenClass, row, strict=True)),
+            price=draw(st.sampled_from(book)),
+            late_of=None,
+        )
+        for number, (model, *row) in enumerate(rows)
+    ]
+
+
+@given(charges(), st.sampled_from(["usd", "jpy", "kwd"]), st.randoms())
+def test_lines_hold_every_token_once_at_its_price(found: list[Charge], currency: str, random: object) -> None:
+    lines = cut_lines("i", currency, Period(start_us=0, end_us=100), found)
+    exact = sum(
+        (
+            Fraction(charge.price.rate.of(kind) * tokens)
+            for charge in found
+            for kind, tokens in charge.quantities.items()
+        ),
+        Fraction(0),
+    )
+    assert sum(line.amount_femto for line in lines) == exact
+    assert sum(line.amount_minor for line in lines) == round_half_even(exact, currency)
+    for kind in TokenClass:
+        on_lines = sum(line.quantity for line in lines if line.token_class is kind)
+        assert on_lines == sum(charge.quantities[kind] for charge in found)
+    assert len({line.id for line in lines}) == len(lines)
+    assert len({(line.model, line.token_class, line.price_id) for line in lines}) == len(lines)
+    assert all(line.quantity > 0 for line in lines)
+    random.shuffle(found)  # type: ignore[attr-defined]  # hypothesis gives a random.Random
+    assert cut_lines("i", currency, Period(start_us=0, end_us=100), found) == lines
+
+
+@given(charges(), st.randoms())
+def test_the_digest_does_not_depend_on_the_order(found: list[Charge], random: object) -> None:
+    before = digest(found)
+    random.shuffle(found)  # type: ignore[attr-defined]  # hypothesis gives a random.Random
+    assert digest(found) == before
+    if found:
+        assert digest(found[1:]) != before
+        other = msgspec.structs.replace(found[0], event_hash="another")
+        assert digest([other, *found[1:]]) != before
+
+
+def draft(number: int, start_us: int, end_us: int, seq: int) -> Invoice:
+    return Invoice(
+        id=f"i{number}",
+        tenant="t",
+        currency="usd",
+        status=InvoiceStatus.DRAFT,
+        period_start_us=start_us,
+        period_end_us=end_us,
+        cut_us=0,
+        cut_seq=seq,
+        lines=(),
+        total_minor=0,
+        event_count=0,
+        events_digest="",
+        created_us=0,
+    )
+
+
+steps = st.one_of(
+    st.tuples(st.just("event"), st.integers(0, 11), st.just(0)),
+    st.tuples(st.just("draft"), st.integers(0, 11), st.integers(1, 6)),
+    st.tuples(st.just("void"), st.integers(0, 20), st.just(0)),
+)
+
+
+@given(st.lists(steps, max_size=30))
+@settings(max_examples=400, deadline=None)
+def test_every_charge_is_on_at_most_one_standing_invoice_and_none_is_forgotten(
+    history: list[tuple[str, int, int]],
+) -> None:
+    """Events, drafts and voids in any order; what each draft took is kept beside and compared with `owner`."""
+    invoices = Invoices()
+    numbers = itertools.count(1)
+    events: dict[int, int] = {}  # number in the ledger → time
+    taken: dict[str, set[int]] = {}
+    for seq, (what, at, length) in zip(numbers, history, strict=False):
+        if what == "event":
+            events[seq] = at
+        elif what == "draft":
+            _draft(invoices, events, taken, seq, at, at + length)
+        elif what == "void" and taken:
+            id = sorted(taken)[at % len(taken)]
+            if invoices.get(id).status is not InvoiceStatus.VOID:
+                invoices.apply(InvoiceVoided(invoice_id=id, at_us=0), seq)
+        _check(invoices, events, taken)
+
+
+def _standing(invoices: Invoices) -> list[Invoice]:
+    return [one for one in invoices.of("t") if one.status is not InvoiceStatus.VOID]
+
+
+def _draft(
+    invoices: Invoices, events: dict[int, int], taken: dict[str, set[int]], seq: int, start_us: int, end_us: int
+) -> None:
+    standing = _standing(invoices)
+    if any(one.period_start_us < end_us and start_us < one.period_end_us for one in standing):
+        return
+    on_others = set().union(*(taken[one.id] for one in standing)) if standing else set()
+    covered = {
+        number for number, at in events.items() if start_us <= at < end_us or any(one.has(at) for one in standing)
+    }
+    by_rule = {number for number in covered if owner(events[number], number, invoices.of("t")) is None}
+    assert by_rule == covered - on_others
+    made = draft(seq, start_us, end_us, seq - 1)
+    invoices.apply(InvoiceDrafted(invoice=made), seq)
+    taken[made.id] = by_rule
+
+
+def _check(invoices: Invoices, events: dict[int, int], taken: dict[str, set[int]]) -> None:
+    for number, at in events.items():
+        on = [one.id for one in _standing(invoices) if number in taken[one.id]]
+        assert len(on) <= 1
+        found = owner(at, number, invoices.of("t"))
+        assert [found.id] == on if found else on == []
