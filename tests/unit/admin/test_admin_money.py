@@ -1,0 +1,357 @@
+"""Prices, credit, balances, usage and its amounts, invoices from draft to Stripe, reconciliation."""
+
+from __future__ import annotations
+
+import asyncio
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from gateway.admin.times import format_time
+from tests.doubles.stripe import StripeDouble
+from tests.unit.admin.conftest import PRICE, START_US, World
+
+HOUR_US = 3_600_000_000
+
+
+async def draft(world: World, tenant: str = "acme", start_us: int = START_US, expect: int = 201, **options: Any) -> Any:
+    """An invoice for everything up to now."""
+    body = {"tenant": tenant, "period_start": format_time(start_us), "period_end": format_time(world.clock.us)}
+    return await world.post("/invoices", body, expect=expect, **options)
+
+
+async def test_a_price_is_entered_and_listed(world: World) -> None:
+    body = {"model": "*", "effective_at": "2026-01-01T01:00:00+01:00", "currency": "usd", "per_million": PRICE}
+    made = await world.post("/prices", body)
+    assert made == {
+        "id": made["id"],
+        "model": "*",
+        "tenant": None,
+        "currency": "usd",
+        "per_million": PRICE,
+        "effective_at": "2026-01-01T00:00:00Z",
+        "recorded_at": "2026-11-18T11:06:40Z",
+    }
+    tiny = {"prompt": "0.00000012", "cached": "0", "completion": "1000000.000000001"}
+    small = await world.post("/prices", body | {"effective_at": 1_767_225_600, "per_million": tiny})
+    assert small["per_million"] == {"prompt": "0.00000012", "cached": "0.00", "completion": "1000000.000000001"}
+    assert [price["id"] for price in (await world.get("/prices"))["data"]] == [made["id"], small["id"]]
+
+
+async def test_every_fault_of_a_price_is_named(world: World) -> None:
+    per_million = {"prompt": "-1", "cached": "1e-12", "completion": "NaN"}
+    body = {"model": "*", "effective_at": "soon", "currency": "doubloon", "per_million": per_million}
+    answer = await world.client.post("/prices", json=body)
+    assert answer.status_code == 400
+    told = answer.json()["error"]["message"]
+    for field in ("currency", "effective_at", "per_million.prompt", "per_million.cached", "per_million.completion"):
+        assert f"{field}:" in told
+    assert (await world.get("/prices"))["data"] == []
+
+
+@pytest.mark.parametrize("amount", [10, 10.5, "ten", "", "0", "-1", "1e400", "0.0000000000000001", "Infinity"])
+async def test_money_is_a_decimal_string_above_zero(world: World, amount: object) -> None:
+    await world.tenant()
+    body = {"amount": amount, "currency": "usd", "reason": "test"}
+    answer = await world.client.post("/tenants/acme/credits", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "amount"
+    assert (await world.get("/tenants/acme/balance"))["granted"] == "0.00"
+
+
+async def test_a_balance_counts_what_is_settled_before_it_is_stored_anywhere(world: World) -> None:
+    await world.tenant()
+    grant = await world.post("/tenants/acme/credits", {"amount": "10.00", "currency": "usd", "reason": "first"})
+    assert (grant["amount"], grant["currency"], grant["reason"]) == ("10.00", "usd", "first")
+    world.request("acme", prompt=10, cached=4, completion=5)
+    spent = Decimal("6E-6") + 4 * Decimal("1E-7") + 15 * Decimal("1E-6")
+    found = await world.get("/tenants/acme/balance")
+    assert Decimal(found["charged"]) == spent
+    assert Decimal(found["available"]) == 10 - spent
+    assert (found["granted"], found["held"], found["currency"]) == ("10.00", "0.00", "usd")
+
+
+async def test_a_repeated_credit_is_granted_once(world: World) -> None:
+    await world.tenant()
+    body = {"amount": "10.00", "currency": "usd", "reason": "first"}
+    first = await world.post("/tenants/acme/credits", body, headers={"idempotency-key": "c"})
+    assert await world.post("/tenants/acme/credits", body, headers={"idempotency-key": "c"}) == first
+    assert (await world.get("/tenants/acme/balance"))["granted"] == "10.00"
+
+
+async def test_usage_is_summed_by_time_and_dimension(world: World) -> None:
+    await world.tenant()
+    await world.tenant("globex")
+    world.request("acme", 10, 4, 5, key_id="k1")
+    world.request("acme", 20, 0, 1, key_id="k2", user="ann")
+    world.later(3600)
+    world.request("acme", 1, 0, 1, key_id="k1")
+    world.request("globex", 2, 0, 2, key_id="k3")
+    rows = (await world.get("/usage", tenant="acme", bucket="hour", start=format_time(START_US)))["data"]
+    assert rows == [
+        {
+            "start": "2026-11-18T11:00:00Z",
+            "tenant": "acme",
+            "model": "base",
+            "requests": 2,
+            "prompt_tokens": 30,
+            "cached_tokens": 4,
+            "completion_tokens": 6,
+            "currency": "usd",
+            "amount": "0.0000444",
+        },
+        {
+            "start": "2026-11-18T12:00:00Z",
+            "tenant": "acme",
+            "model": "base",
+            "requests": 1,
+            "prompt_tokens": 1,
+            "cached_tokens": 0,
+            "completion_tokens": 1,
+            "currency": "usd",
+            "amount": "0.000004",
+        },
+    ]
+    by_key = (await world.get("/usage", group_by="key,user"))["data"]
+    assert [(row["tenant"], row["key"], row["user"], row["requests"]) for row in by_key] == [
+        ("acme", "k1", "", 2),
+        ("acme", "k2", "ann", 1),
+        ("globex", "k3", "", 1),
+    ]
+    assert all("model" not in row for row in by_key)
+    month = (await world.get("/usage", bucket="month", group_by="tenant"))["data"]
+    assert [(row["start"], row["tenant"], row["requests"]) for row in month] == [
+        ("2026-11-01T00:00:00Z", "acme", 3),
+        ("2026-11-01T00:00:00Z", "globex", 1),
+    ]
+
+
+async def test_the_range_of_usage_has_no_end_and_a_begin(world: World) -> None:
+    await world.tenant()
+    first = world.request("acme")
+    second = world.request("acme")
+    for start, end, requests in [
+        (first.ts_us, second.ts_us, 1),
+        (first.ts_us, second.ts_us + 1, 2),
+        (first.ts_us + 1, second.ts_us + 1, 1),
+    ]:
+        rows = (await world.get("/usage", start=format_time(start), end=format_time(end)))["data"]
+        assert sum(row["requests"] for row in rows) == requests
+
+
+async def test_a_price_that_changes_within_a_bucket_prices_each_request_by_its_own_time(world: World) -> None:
+    await world.tenant()
+    world.request("acme", 0, 0, 1)  # 3.00 per million
+    await world.price(tenant="acme", per_million=PRICE | {"completion": "7.00"})
+    world.request("acme", 0, 0, 1)
+    await world.price(tenant="acme", effective_at=format_time(world.clock.us + 60_000_000), per_million=PRICE)
+    world.request("acme", 0, 0, 1)
+    world.later(60)
+    world.request("acme", 0, 0, 1)
+    (row,) = (await world.get("/usage", tenant="acme"))["data"]
+    assert row["requests"] == 4
+    assert Decimal(row["amount"]) == Decimal("3E-6") + 2 * Decimal("7E-6") + Decimal("3E-6")
+    assert row["amount"] == (await world.get("/tenants/acme/balance"))["charged"]
+
+
+async def test_usage_without_a_price_has_no_amount_rather_than_none_at_all(world: World) -> None:
+    await world.tenant(price=None)
+    world.request("acme")
+    await world.price(tenant="acme")
+    world.request("acme", model="other")
+    rows = (await world.get("/usage"))["data"]
+    assert [(row["model"], row["requests"], row["amount"]) for row in rows] == [
+        ("base", 1, None),
+        ("other", 1, "0.000025"),
+    ]
+
+
+async def test_usage_is_paged(world: World) -> None:
+    await world.tenant()
+    for number in range(5):
+        world.request("acme", model=f"m{number}")
+    seen: list[str] = []
+    after = None
+    for size in (2, 2, 1):
+        found = await world.get("/usage", limit=2, **({"after": after} if after else {}))
+        assert len(found["data"]) == size
+        seen += [row["model"] for row in found["data"]]
+        after = found["next"]
+    assert (seen, after) == ([f"m{number}" for number in range(5)], None)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ({"start": "x"}, "start"),
+        ({"end": "x"}, "end"),
+        ({"group_by": "colour"}, "group_by"),
+        ({"bucket": "week"}, "bucket"),
+        ({"start": "2026-11-02T00:00:00Z", "end": "2026-11-01T00:00:00Z"}, "end"),
+        ({"start": "2024-11-02T00:00:00Z", "end": "2026-11-01T00:00:00Z"}, "end"),
+        ({"after": "zzz"}, "after"),
+    ],
+)
+async def test_a_bad_question_about_usage_is_refused_by_name(world: World, query: dict[str, str], field: str) -> None:
+    answer = await world.client.get("/usage", params=query)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_an_invoice_goes_from_draft_to_stripe(world: World, stripe_double: StripeDouble) -> None:
+    dear = {"prompt": "2500.000000007", "cached": "250.50", "completion": "12500.123456789"}
+    await world.tenant(price=dear)
+    world.request("acme", 101, 16, 77)
+    world.request("acme", 33, 0, 1)
+    world.later(1)
+    made = await draft(world)
+    assert (made["status"], made["requests"], made["currency"]) == ("draft", 2, "usd")
+    quantities = {line["token_class"]: line["quantity"] for line in made["lines"]}
+    assert quantities == {"prompt": 118, "cached": 16, "completion": 78}
+    for line in made["lines"]:
+        assert Decimal(line["exact"]) == line["quantity"] * Decimal(line["unit_price"]) / 1_000_000
+        assert line["unit_price"] == dear[line["token_class"]]
+    exact = sum(Decimal(line["exact"]) for line in made["lines"])
+    assert Decimal(made["exact_total"]) == exact
+    assert made["total"] == "1.27"
+    assert sum(Decimal(line["amount"]) for line in made["lines"]) == Decimal(made["total"])
+    (usage,) = (await world.get("/usage", tenant="acme"))["data"]
+    assert usage["amount"] == made["exact_total"]
+
+    final = await world.post(f"/invoices/{made['id']}/finalize", expect=200)
+    assert final["status"] == "finalized"
+    sent = await world.post(f"/invoices/{made['id']}/export", expect=200)
+    assert (sent["status"], sent["total"]) == ("exported", "1.27")
+    again = await world.post(f"/invoices/{made['id']}/export", expect=200)
+    assert again == sent
+    (theirs,) = stripe_double.state.objects["invoice"].values()
+    assert (theirs["id"], theirs["total"]) == (sent["stripe_invoice_id"], 127)
+    assert await world.get(f"/invoices/{made['id']}") == sent
+    assert (await world.get("/invoices", tenant="acme"))["data"] == [sent]
+    report = await world.get("/reconcile", start=format_time(START_US), end=format_time(world.clock.us))
+    assert report["ok"] is True
+    refused = await world.client.post(f"/invoices/{made['id']}/void")
+    assert refused.status_code == 409
+
+
+async def test_a_period_that_is_not_closed_is_refused_until_it_is(world: World) -> None:
+    await world.tenant()
+    world.request("acme")
+    record = world.opened("acme")
+    world.later(5)
+    body = {"tenant": "acme", "period_start": format_time(START_US), "period_end": format_time(world.clock.us)}
+    refused = await world.client.post("/invoices", json=body)
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "period_not_closed"
+    assert refused.headers["retry-after"] == "5"
+    future = await world.client.post("/invoices", json=body | {"period_end": format_time(world.clock.us + HOUR_US)})
+    assert (future.status_code, int(future.headers["retry-after"]) > 3590) == (409, True)
+    world.settled(record, 3, 0, 3)
+    made = await world.post("/invoices", body)
+    assert made["requests"] == 2
+
+
+async def test_what_the_usage_store_does_not_have_yet_is_not_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.tenant()
+    await asyncio.to_thread(world.stores.shipper.stop)  # the store is cut off: settled, and nowhere else
+    monkeypatch.setattr(world.state, "flush", lambda timeout: False)
+    world.request("acme")
+    world.later(5)
+    refused = await draft(world, expect=409)
+    assert refused["error"]["code"] == "period_not_closed"
+
+
+async def test_a_void_draft_gives_its_period_free(world: World) -> None:
+    await world.tenant()
+    world.request("acme")
+    world.later(1)
+    first = await draft(world)
+    overlap = await draft(world, expect=409)
+    assert overlap["error"]["code"] == "period_overlaps"
+    assert (await world.post(f"/invoices/{first['id']}/void", expect=200))["status"] == "void"
+    second = await draft(world)
+    assert (second["total"], second["requests"]) == (first["total"], 1)
+
+
+async def test_a_repeated_invoice_is_cut_once(world: World) -> None:
+    await world.tenant()
+    world.request("acme")
+    world.later(1)
+    headers = {"idempotency-key": "i"}
+    first = await draft(world, headers=headers)
+    body = {"tenant": "acme", "period_start": first["period_start"], "period_end": first["period_end"]}
+    assert await world.post("/invoices", body, headers=headers) == first
+    assert len((await world.get("/invoices"))["data"]) == 1
+
+
+async def test_without_a_stripe_key_the_export_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from billing.stripe import StripeExporter
+
+    monkeypatch.setattr(world.state, "exporter", StripeExporter(None))
+    await world.tenant()
+    world.request("acme")
+    world.later(1)
+    made = await draft(world)
+    await world.post(f"/invoices/{made['id']}/finalize", expect=200)
+    refused = await world.post(f"/invoices/{made['id']}/export", expect=409)
+    assert refused["error"]["code"] == "stripe_not_configured"
+    assert "STRIPE_API_KEY" in refused["error"]["message"]
+    assert (await world.get(f"/invoices/{made['id']}"))["status"] == "finalized"
+
+
+async def test_a_draft_is_not_exported(world: World, stripe_double: StripeDouble) -> None:
+    await world.tenant()
+    world.later(1)
+    made = await draft(world)
+    await world.post(f"/invoices/{made['id']}/export", expect=409)
+    assert not stripe_double.state.objects.get("invoice")
+
+
+@pytest.mark.parametrize(
+    ("period", "field"),
+    [
+        ({"period_start": "x", "period_end": "2026-11-01T00:00:00Z"}, "period_start"),
+        ({"period_start": "2026-11-01T00:00:00Z", "period_end": "2026-11-01T00:00:00Z"}, "period_end"),
+        ({"period_start": "2026-11-01T00:00:00Z"}, "period_end"),
+    ],
+)
+async def test_a_bad_period_is_refused_by_name(world: World, period: dict[str, str], field: str) -> None:
+    await world.tenant()
+    answer = await world.client.post("/invoices", json={"tenant": "acme", **period})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+async def test_reconcile_shows_where_the_books_part(world: World) -> None:
+    await world.tenant()
+    event = world.request("acme", 10, 0, 5)
+    agreed = await world.get("/reconcile")
+    assert (agreed["ok"], agreed["differences"]) == (True, [])
+    (row,) = agreed["rows"]
+    tokens = {"requests": 1, "prompt_tokens": 10, "cached_tokens": 0, "completion_tokens": 5}
+    assert (row["journal"], row["stored"], row["rated"]) == (tokens, tokens, tokens)
+    assert row["amount"] == "0.000025"
+    # The engine did more for the request than was settled: journalled, and on nobody's bill.
+    world.stores.journal.step([(event.event_id, (10, 0, 9, 0, 0, 0))])
+    parted = await world.get("/reconcile")
+    assert parted["ok"] is False
+    assert [(one["between"], one["tenant"], one["model"]) for one in parted["differences"]] == [
+        ("engine journal and usage store", "acme", "base")
+    ]
+
+
+async def test_reconcile_does_not_take_a_running_request_for_a_difference(world: World) -> None:
+    await world.tenant()
+    world.request("acme")
+    record = world.opened("acme")
+    world.stores.journal.step([(record.event_id, (3, 0, 2, 0, 0, 0))])
+    report = await world.get("/reconcile")
+    assert report["ok"] is True
+    assert report["rows"][0]["journal"] is None
+
+
+async def test_reconcile_refuses_a_range_too_long_to_hold(world: World) -> None:
+    answer = await world.client.get("/reconcile", params={"start": "2026-01-01"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "end")
