@@ -279,7 +279,7 @@ class StripeExporter:
             names = ", ".join(sorted(hit.id for hit in standing))
             raise StripeMismatch(f"Stripe holds more than one invoice for {invoice.id}: {names}")
         if not standing and found:
-            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({found[0].id}): void it here too")
+            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({found[0].id}): it is not made again")
         return standing[0] if standing else None
 
     def _items(self, invoice_id: str) -> dict[str, list[stripe.InvoiceItem]]:
@@ -377,7 +377,7 @@ class StripeExporter:
     @staticmethod
     def _check_total(invoice: Invoice, theirs: stripe.Invoice) -> None:
         if theirs.status == "void":
-            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({theirs.id}): void it here too")
+            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({theirs.id}): it is not made again")
         if (theirs.total, theirs.currency) == (invoice.total_minor, invoice.currency):
             return
         ours = f"{format_minor(invoice.total_minor, invoice.currency)} {invoice.currency}"

@@ -18,7 +18,7 @@ from dashboards.panels import (
     source_variable,
     sql_lines,
 )
-from metering.queries import CONFLICTS, EVENTS
+from metering.queries import CONFLICTS, DEAD_LETTERS, EVENTS
 
 TIME = column("ts")
 
@@ -47,6 +47,27 @@ WHERE (fact->>'ts_us')::bigint >= $__unixEpochFrom()::bigint * 1000000
   AND tenants.id IN (${tenant:singlequote})
 """.strip()
 AMOUNT = "sum((fact->>'amount_femto')::numeric) / 1000000000000000"
+
+UNRATED = """
+SELECT fact->'event'->>'tenant' AS tenant, fact->'event'->>'model' AS model, fact->>'reason' AS reason,
+  count(*) AS requests
+FROM (
+  SELECT payload::jsonb AS fact FROM events
+  WHERE type = 'usage.unrated' AND time_us >= $__unixEpochFrom()::bigint * 1000000
+) AS waiting
+WHERE fact->'event'->>'tenant' IN (${tenant:singlequote}) AND fact->'event'->>'event_id' NOT IN (
+  SELECT payload::jsonb->>'event_id' FROM events
+  WHERE type = 'usage.rated' AND time_us >= $__unixEpochFrom()::bigint * 1000000
+)
+GROUP BY 1, 2, 3 ORDER BY requests DESC
+""".strip()
+
+SET_ASIDE = f"""
+SELECT 'second content' AS kind, event_id, '' AS reason, found AS at FROM {CONFLICTS} FINAL WHERE $__timeFilter(found)
+UNION ALL
+SELECT 'dead letter' AS kind, event_id, reason, buried AS at FROM {DEAD_LETTERS} FINAL WHERE $__timeFilter(buried)
+ORDER BY at DESC LIMIT 100
+""".strip()  # noqa: S608  # names of ours
 
 
 def _over_time(selected: str, *, split: str = "") -> str:
@@ -129,6 +150,18 @@ def build() -> dashboard.Dashboard:
             f"{AMOUNT} AS amount {CHARGES} GROUP BY 1, 2, 3 ORDER BY amount DESC LIMIT 100",
         ),
         rows("Keys", "Per key and end user.", CLICKHOUSE, _by("tenant", "key_id", "user"), width=24),
+        rows(
+            "Usage without a price",
+            "Must be empty: set the price, then rate it. Needs a ledger in PostgreSQL.",
+            POSTGRESQL,
+            UNRATED,
+        ),
+        rows(
+            "Set aside",
+            "Must be empty: events that the store counts nowhere, and why.",
+            CLICKHOUSE,
+            SET_ASIDE,
+        ),
     ):
         board = board.with_panel(panel)
     return board

@@ -17,6 +17,8 @@ import stripe
 from stripe import StripeClient, Webhook
 
 from tests.doubles.stripe import Fault, StripeDouble
+from tests.doubles.stripe.server import ROUTES
+from tests.doubles.stripe.state import Route
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +53,52 @@ def _assert_shaped(thing: Any) -> None:
     required = {name for name, kind in annotations.items() if "Optional" not in kind and "None" not in kind}
     assert answered <= set(annotations), answered - set(annotations)
     assert required <= answered, required - answered
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+KNOWN_PARAMS = {  # endpoint of the double → the SDK's type for it
+    "POST /v1/customers": stripe.params.CustomerCreateParams,
+    "GET /v1/customers": stripe.params.CustomerListParams,
+    "GET /v1/customers/search": stripe.params.CustomerSearchParams,
+    "GET /v1/customers/([^/]+)": stripe.params.CustomerRetrieveParams,
+    "POST /v1/customers/([^/]+)": stripe.params.CustomerUpdateParams,
+    "POST /v1/invoices": stripe.params.InvoiceCreateParams,
+    "GET /v1/invoices": stripe.params.InvoiceListParams,
+    "GET /v1/invoices/search": stripe.params.InvoiceSearchParams,
+    "GET /v1/invoices/([^/]+)": stripe.params.InvoiceRetrieveParams,
+    "POST /v1/invoices/([^/]+)": stripe.params.InvoiceUpdateParams,
+    "GET /v1/invoices/([^/]+)/lines": stripe.params.InvoiceLineItemListParams,
+    "POST /v1/invoices/([^/]+)/finalize": stripe.params.InvoiceFinalizeInvoiceParams,
+    "POST /v1/invoices/([^/]+)/pay": stripe.params.InvoicePayParams,
+    "POST /v1/invoices/([^/]+)/void": stripe.params.InvoiceVoidInvoiceParams,
+    "POST /v1/invoices/([^/]+)/mark_uncollectible": stripe.params.InvoiceMarkUncollectibleParams,
+    "POST /v1/invoiceitems": stripe.params.InvoiceItemCreateParams,
+    "GET /v1/invoiceitems": stripe.params.InvoiceItemListParams,
+    "GET /v1/invoiceitems/([^/]+)": stripe.params.InvoiceItemRetrieveParams,
+    "POST /v1/invoiceitems/([^/]+)": stripe.params.InvoiceItemUpdateParams,
+    "POST /v1/credit_notes": stripe.params.CreditNoteCreateParams,
+    "GET /v1/credit_notes": stripe.params.CreditNoteListParams,
+    "GET /v1/credit_notes/([^/]+)": stripe.params.CreditNoteRetrieveParams,
+    "POST /v1/credit_notes/([^/]+)/void": stripe.params.CreditNoteVoidCreditNoteParams,
+    "POST /v1/billing/meters": stripe.params.billing.MeterCreateParams,
+    "GET /v1/billing/meters": stripe.params.billing.MeterListParams,
+    "GET /v1/billing/meters/([^/]+)": stripe.params.billing.MeterRetrieveParams,
+    "POST /v1/billing/meters/([^/]+)/deactivate": stripe.params.billing.MeterDeactivateParams,
+    "POST /v1/billing/meters/([^/]+)/reactivate": stripe.params.billing.MeterReactivateParams,
+    "GET /v1/billing/meters/([^/]+)/event_summaries": stripe.params.billing.MeterListEventSummariesParams,
+    "POST /v1/billing/meter_events": stripe.params.billing.MeterEventCreateParams,
+    "POST /v1/billing/meter_event_adjustments": stripe.params.billing.MeterEventAdjustmentCreateParams,
+    "GET /v1/events": stripe.params.EventListParams,
+    "GET /v1/events/([^/]+)": stripe.params.EventRetrieveParams,
+}
+
+
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.method != "DELETE"], ids=lambda r: r.method + r.path
+)
+def test_the_double_accepts_nothing_that_stripe_does_not_know(route: Route) -> None:
+    assert set(route.schema) <= set(KNOWN_PARAMS[f"{route.method} {route.path}"].__annotations__)
 
 
 # -- objects ------------------------------------------------------------------------------------------------------

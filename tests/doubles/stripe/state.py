@@ -113,12 +113,12 @@ def _position(ids: list[str], cursor: str, param: str) -> int:
 
 
 def created_within(thing: Object, params: Params) -> bool:
-    bounds, second = params.get("created", {}), thing["created"]
+    second, bounds = int(thing["created"]), params.get("created", {})
     return (
-        second > bounds.get("gt", -1)
-        and second >= bounds.get("gte", 0)
-        and second < bounds.get("lt", second + 1)
-        and second <= bounds.get("lte", second)
+        second > int(bounds.get("gt", -1))
+        and second >= int(bounds.get("gte", 0))
+        and second < int(bounds.get("lt", second + 1))
+        and second <= int(bounds.get("lte", second))
     )
 
 

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from billing.accounts import Tenant, TenantCreated
 from billing.books import new_event
-from billing.ledger import UsageRated
+from billing.ledger import UsageRated, UsageUnrated
 from billing.store import EventStore
 from dashboards import panels
 from metering.clickhouse import UsageStore, client_options
@@ -56,6 +56,10 @@ EVENTS = [
 
 def _clickhouse(sql: str) -> str:
     """What the plugin sends: macros and the variable written out."""
+    recent = (
+        r"\1 >= now() - INTERVAL 1 HOUR AND \1 <= now() + INTERVAL 1 HOUR"  # when it was set aside, not when it was
+    )
+    sql = re.sub(r"\$__timeFilter\((found|buried)\)", recent, sql)
     sql = re.sub(r"\$__timeFilter\((\w+)\)", rf"\1 >= toDateTime({START_S}) AND \1 <= toDateTime({END_S})", sql)
     sql = re.sub(r"\$__timeInterval\((\w+)\)", r"toStartOfInterval(toDateTime(\1), INTERVAL 3600 second)", sql)
     sql = sql.replace("${tenant:singlequote}", r"'acme','o\'hara'")
@@ -75,6 +79,7 @@ def clickhouse(request: pytest.FixtureRequest) -> Iterator[Any]:
     store: UsageStore = request.getfixturevalue("usage_store" if request.param == "chdb" else "server_store")
     store.insert(EVENTS)
     store.insert(EVENTS[:2])
+    store.insert([_event(0, completion_tokens=999)])  # other content under a known id: shown apart, counted nowhere
     url = request.getfixturevalue("chdb_url" if request.param == "chdb" else "server_url")
     client = clickhouse_connect.get_client(**client_options(url))
     yield client
@@ -100,6 +105,7 @@ def test_every_clickhouse_panel(clickhouse: Any) -> None:
     models = {row["tenant"]: (row["requests"], row["cached_share"]) for row in answers["Models"]}
     assert models == {"acme": (2, 0.25), "o'hara": (1, 0.0)}
     assert {row["tenant"] for row in answers["variable tenant"]} == {"acme", "o'hara", "elsewhere"}
+    assert [(row["kind"], row["event_id"]) for row in answers["Set aside"]] == [("second content", "e0")]
     for title, sql in queries(panels.CLICKHOUSE):
         if "$__timeInterval" in sql:
             assert all("time" in row for row in answers[title]), title
@@ -122,6 +128,11 @@ def _charge(tenant: str, minute: int, femto: int) -> UsageRated:
     )
 
 
+def _unrated(n: int) -> UsageUnrated:
+    event = _event(n, event_id=f"acme{n}", model="unpriced")
+    return UsageUnrated(event=event, event_hash="0" * 64, reason="no price")
+
+
 @pytest.fixture
 def ledger(postgres_url: str) -> str:
     """A ledger on PostgreSQL with charges in and outside the time shown."""
@@ -137,6 +148,8 @@ def ledger(postgres_url: str) -> str:
         ("usage:acme", _charge("acme", 500, 10**15)),
         ("usage:o'hara", _charge("o'hara", 2, 10**14)),
         ("usage:elsewhere", _charge("elsewhere", 2, 10**15)),
+        ("usage:acme", _unrated(7)),
+        ("usage:acme", _unrated(61)),  # it has a charge now
     ]
     with store.exclusive() as log:
         rows = [new_event(stream, fact) for stream, fact in facts]
@@ -152,7 +165,9 @@ def test_every_ledger_panel(ledger: str) -> None:
         for title, sql in queries(panels.POSTGRESQL):
             answers[title] = [dict(row) for row in connection.exec_driver_sql(_postgresql(sql)).mappings()]
     engine.dispose()
-    assert set(answers) == {"Cost", "Cost by tenant"}
+    assert set(answers) == {"Cost", "Cost by tenant", "Usage without a price"}
+    waiting = [tuple(row.values()) for row in answers["Usage without a price"]]
+    assert waiting == [("acme", "unpriced", "no price", 1)]
     cost = {row["tenant"]: (row["currency"], row["requests"], row["amount"]) for row in answers["Cost"]}
     assert cost == {"acme": ("USD", 2, Decimal("2.000000000000001")), "o'hara": ("EUR", 1, Decimal("0.1"))}
     hours = [(int(row["time"].timestamp()) - START_S, row["metric"]) for row in answers["Cost by tenant"]]
