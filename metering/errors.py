@@ -1,0 +1,30 @@
+"""What can go wrong between the spool and a consumer of its events.
+
+MeteringError
+├── Rejected           the sink will never take (one of) these events as they are
+└── StoreError
+    ├── StoreUnavailable   not reachable, overloaded or too slow now; what was sent may have been stored
+    └── StoreDamaged       what is stored is not what was inserted
+"""
+
+from __future__ import annotations
+
+
+class MeteringError(Exception):
+    """Root of the errors of consumers and stores."""
+
+
+class Rejected(MeteringError):
+    """The sink will never take (one of) these events as they are: trying again is useless."""
+
+
+class StoreError(MeteringError):
+    """The usage store did not do what it was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """The store is not reachable, overloaded or too slow now. What was sent may have been stored all the same."""
+
+
+class StoreDamaged(StoreError):
+    """What is stored is not what was inserted: an event's bytes do not have its hash."""

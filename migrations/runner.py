@@ -1,0 +1,216 @@
+"""Brings the usage store and the ledger to the schema of this code.
+
+Knows: numbered SQL files for ClickHouse and Alembic revisions for the ledger, with a checksum of each that was
+run. Does not know: what the tables mean. Everything may be run again, also after a kill in the middle and by
+two processes at once: a ClickHouse statement says IF NOT EXISTS and its file is recorded when all of it was
+run, the ledger's revisions are transactions under a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import clickhouse_connect
+import sqlalchemy
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from clickhouse_connect.driver.binding import quote_identifier
+from clickhouse_connect.driver.exceptions import ClickHouseError
+from sqlalchemy.exc import SQLAlchemyError
+
+CLICKHOUSE_FOLDER = Path(__file__).parent / "clickhouse"
+LEDGER_FOLDER = Path(__file__).parent / "ledger"
+CHDB_DATABASE = "meterhouse"
+_FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
+_STATEMENT_END = re.compile(r";[ \t]*(?:\n|$)")
+_LOCK_ID = 0x6D65746572  # PostgreSQL's advisory locks are numbers
+
+
+class MigrationError(Exception):
+    """The schema cannot be brought to this code's; the text says why. Nothing after the fault was run."""
+
+
+class Migration(NamedTuple):
+    """One numbered SQL file."""
+
+    number: int
+    name: str
+    checksum: str  # sha256 of the file's bytes, hex
+    statements: list[str]
+
+
+# -- ClickHouse ----------------------------------------------------------------------------------
+
+
+def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[str]:
+    """Run what a usage store lacks; returns the names of the files that were run now.
+
+    `target` is `chdb:///abs/path`, `http(s)://user:pw@host:port/database` (the database is created when it is
+    missing) or an open clickhouse-connect client. Raises `MigrationError`.
+    """
+    migrations = read_folder(folder)
+    try:
+        if not isinstance(target, str):
+            return _migrate(target, migrations)
+        with _opened(target) as client:
+            return _migrate(client, migrations)
+    except (ClickHouseError, OSError) as error:
+        raise MigrationError(f"the usage store cannot be migrated: {_first_line(error)}") from error
+
+
+def read_folder(folder: Path) -> list[Migration]:
+    """The numbered files in order, without a gap from 1. Raises `MigrationError`."""
+    migrations = []
+    for path in sorted(folder.glob("*.sql")):
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None:
+            raise MigrationError(f"{path.name} is not named NNNN_what_it_does.sql")
+        data = path.read_bytes()
+        statements = [part.strip() for part in _STATEMENT_END.split(data.decode())]
+        migrations.append(
+            Migration(
+                int(match[1]), path.stem, hashlib.sha256(data).hexdigest(), [s for s in statements if _has_sql(s)]
+            )
+        )
+    if [m.number for m in migrations] != list(range(1, len(migrations) + 1)):
+        raise MigrationError(f"the numbers of the files in {folder.name} have a gap or a double")
+    return migrations
+
+
+def _migrate(client: Any, migrations: list[Migration]) -> list[str]:
+    client.command(
+        "CREATE TABLE IF NOT EXISTS schema_migrations (number UInt32, name String, checksum String, "
+        "applied DateTime64(6, 'UTC') DEFAULT now64(6)) ENGINE = ReplacingMergeTree ORDER BY (number, checksum) "
+        "SETTINGS fsync_after_insert = 1, fsync_part_directory = 1"
+    )
+    rows = client.query("SELECT number, checksum FROM schema_migrations FINAL ORDER BY number").result_rows
+    _check({m.number: m.checksum for m in migrations}, rows, "usage store")
+    done = {number for number, _ in rows}
+    ran = []
+    for migration in migrations:
+        if migration.number in done:
+            continue
+        for statement in migration.statements:
+            client.command(statement)
+        client.insert(
+            "schema_migrations",
+            [[migration.number, migration.name, migration.checksum]],
+            column_names=["number", "name", "checksum"],
+            column_type_names=["UInt32", "String", "String"],
+            settings={"async_insert": 0},
+        )
+        ran.append(migration.name)
+    return ran
+
+
+def _check(code: Mapping[Any, str], stored: list[tuple[Any, str]], what: str) -> None:
+    for key, checksum in stored:
+        if key not in code:
+            raise MigrationError(f"the {what} is newer than this version of Meterhouse (migration {key})")
+        if code[key] != checksum:
+            raise MigrationError(f"migration {key} of the {what} was edited after it was run: write a new one instead")
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[Any]:
+    """A client on the URL's database, which exists then."""
+    parts = urlsplit(url)
+    if parts.scheme == "chdb":
+        options: dict[str, Any] = {"interface": "chdb", "path": parts.path}
+        database = CHDB_DATABASE
+    elif parts.scheme in ("http", "https"):
+        options = {"dsn": urlunsplit(parts._replace(path="")), "interface": parts.scheme, "connect_timeout": 5}
+        options["autogenerate_session_id"] = False
+        database = unquote(parts.path.strip("/")) or "default"
+    else:
+        raise MigrationError("a usage store is chdb:///absolute/path or http(s)://user:password@host:port/database")
+    client = clickhouse_connect.get_client(**options)
+    try:
+        client.command(f"CREATE DATABASE IF NOT EXISTS {quote_identifier(database)}")
+        client.database = database
+        yield client
+    finally:
+        client.close()
+
+
+def _has_sql(statement: str) -> bool:
+    return any(line.strip() and not line.strip().startswith("--") for line in statement.splitlines())
+
+
+# -- ledger --------------------------------------------------------------------------------------
+
+
+def migrate_ledger(target: str | sqlalchemy.Engine, folder: Path = LEDGER_FOLDER) -> list[str]:
+    """Run what a ledger lacks; returns the revisions that were run now. Raises `MigrationError`.
+
+    `target` is `sqlite:///path`, `postgresql+psycopg://…` or an engine on one.
+    """
+    engine = sqlalchemy.create_engine(target) if isinstance(target, str) else target
+    try:
+        with _one_at_a_time(engine), engine.connect() as connection:
+            return _upgrade(connection, folder)
+    except (SQLAlchemyError, CommandError, OSError) as error:
+        raise MigrationError(f"the ledger cannot be migrated: {_first_line(error)}") from error
+    finally:
+        if isinstance(target, str):
+            engine.dispose()
+
+
+def _upgrade(connection: sqlalchemy.Connection, folder: Path) -> list[str]:
+    config = Config()
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    script = ScriptDirectory.from_config(config)
+    revisions = {r.revision: hashlib.sha256(Path(r.path).read_bytes()).hexdigest() for r in script.walk_revisions()}
+    connection.execute(
+        sqlalchemy.text(
+            "CREATE TABLE IF NOT EXISTS schema_checksums "
+            "(revision VARCHAR(64) PRIMARY KEY, checksum VARCHAR(64) NOT NULL)"
+        )
+    )
+    connection.commit()
+    rows = connection.execute(sqlalchemy.text("SELECT revision, checksum FROM schema_checksums")).all()
+    connection.commit()
+    _check(revisions, [(row[0], row[1]) for row in rows], "ledger")
+    command.upgrade(config, "head")
+    ran = [revision for revision in reversed(list(revisions)) if revision not in {row[0] for row in rows}]
+    if ran:
+        connection.execute(
+            sqlalchemy.text("INSERT INTO schema_checksums VALUES (:revision, :checksum)"),
+            [{"revision": revision, "checksum": revisions[revision]} for revision in ran],
+        )
+    connection.commit()
+    return ran
+
+
+@contextmanager
+def _one_at_a_time(engine: sqlalchemy.Engine) -> Iterator[None]:
+    """PostgreSQL: an advisory lock. SQLite: a lock on a file beside it; a database in memory is nobody else's."""
+    if engine.dialect.name == "postgresql":
+        with engine.connect() as connection:
+            connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:id)"), {"id": _LOCK_ID})
+            try:
+                yield
+            finally:
+                connection.execute(sqlalchemy.text("SELECT pg_advisory_unlock(:id)"), {"id": _LOCK_ID})
+    elif engine.url.database and engine.url.database != ":memory:":
+        path = Path(engine.url.database)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(path.name + ".migrate.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    else:
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:500]
