@@ -442,4 +442,6 @@ class EngineProcess:
 if __name__ == "__main__":
     from engine.child import main  # imports torch, which this module must not where it is imported
 
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    status = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.stderr.flush()
+    os._exit(status)  # nothing is left to be closed, and libraries that are taken down take their time over it

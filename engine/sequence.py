@@ -111,7 +111,7 @@ class SequenceGroup:
         self.request = request
         self.arrival = arrival  # counts up; the order of admission and the reverse order of preemption
         self.arrived_us = arrived_us
-        self.queue_us = 0
+        self.queue_us: int | None = None  # set when its first token is computed
         self.cache_root = cache_root
         self.ceiling = request.token_ceiling
         self.ceiling_final = request.ceiling_final
