@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from metering.errors import Rejected
+from metering.events import UsageEvent
+from metering.shipper import Drain
+from metering.spool import Spool
+from tests.unit.metering.test_spool import make_event
+
+
+class Sink:
+    """A consumer that can be told to fail; it keeps every batch it was handed."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.taken: list[str] = []
+        self.fault: Callable[[list[UsageEvent]], None] = lambda events: None
+        self.after: Callable[[], None] = lambda: None
+
+    def __call__(self, events: list[UsageEvent]) -> None:
+        self.batches.append([e.event_id for e in events])
+        self.fault(events)
+        self.taken += [e.event_id for e in events]
+        self.after()
+
+
+@pytest.fixture
+def spool(tmp_path: Path):
+    spool = Spool(tmp_path / "spool.sqlite3")
+    yield spool
+    spool.close()
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+@pytest.fixture
+def drain(spool: Spool, sink: Sink):
+    made: list[Drain] = []
+
+    def make(**options: object) -> Drain:
+        defaults: dict[str, object] = {"max_age_s": 0.02, "min_pause_s": 0.01, "max_pause_s": 0.05}
+        drain = Drain(spool, "ledger", sink, **{**defaults, **options})
+        made.append(drain)
+        drain.start()
+        return drain
+
+    yield make
+    for each in made:
+        each.stop(timeout=0.2)
+
+
+def settle(spool: Spool, *numbers: int) -> list[str]:
+    events = [make_event(i) for i in numbers]
+    wait([spool.settle(event) for event in events])
+    return [event.event_id for event in events]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
+
+
+def test_what_was_settled_is_delivered_once_and_acknowledged(spool: Spool, sink: Sink, drain) -> None:
+    ids = settle(spool, *range(10))
+    worker = drain(max_events=4)
+    assert worker.flush(10)
+    more = settle(spool, *range(10, 13))
+    until(lambda: spool.count("ledger") == 0)
+    assert sink.taken == ids + more
+    assert max(map(len, sink.batches)) == 4
+    assert worker.delivered_total == 13
+    assert worker.lag_events == 0
+    assert worker.lag_s(10**15) == 0.0
+    assert spool.count("clickhouse") == 13, "another consumer's events are its own"
+
+
+def test_flush_on_an_empty_spool_is_true_and_on_a_dead_sink_false(spool: Spool, sink: Sink, drain) -> None:
+    worker = drain()
+    assert worker.flush(10)
+
+    def fault(events: list[UsageEvent]) -> None:
+        raise ConnectionError("refused")
+
+    sink.fault = fault
+    settle(spool, 1)
+    assert not worker.flush(0.2)
+    assert worker.last_error == "refused"
+    assert worker.failures_total > 0
+    assert worker.lag_events == 1
+    assert worker.lag_s(make_event(1).ts_us + 2_500_000) == 2.5
+    sink.fault = lambda events: None
+    assert worker.flush(10)
+    assert worker.last_error is None
+    assert sink.taken == ["id-00001"]
+
+
+def test_a_sink_that_fails_after_it_took_them_gets_them_again(spool: Spool, sink: Sink, drain) -> None:
+    ids = settle(spool, *range(6))
+    failures = iter([True, True])
+
+    def after() -> None:
+        if next(failures, False):
+            raise TimeoutError("the answer was lost")
+
+    sink.after = after
+    worker = drain()
+    until(lambda: spool.count("ledger") == 0)
+    assert sorted(set(sink.taken)) == ids
+    assert len(sink.taken) > len(ids)
+    assert worker.buried_total == 0
+
+
+def test_poison_is_found_and_buried_and_the_rest_ships(spool: Spool, sink: Sink, drain) -> None:
+    ids = settle(spool, *range(32))
+    poison = {ids[3], ids[17], ids[18]}
+    buried: list[tuple[str, str]] = []
+
+    def fault(events: list[UsageEvent]) -> None:
+        if bad := sorted(poison & {e.event_id for e in events}):
+            raise Rejected(f"never: {bad[0]}")
+
+    sink.fault = fault
+    worker = drain(bury=lambda event, reason: buried.append((event.event_id, reason)))
+    assert worker.flush(10)
+    assert buried == [(event_id, f"never: {event_id}") for event_id in sorted(poison)]
+    assert sink.taken == [event_id for event_id in ids if event_id not in poison]
+    assert (worker.buried_total, worker.delivered_total) == (3, 29)
+    assert spool.count("ledger") == 0
+
+
+def test_a_grave_that_fails_keeps_the_event(spool: Spool, sink: Sink, drain) -> None:
+    settle(spool, 1)
+    open_grave = threading.Event()
+
+    def fault(events: list[UsageEvent]) -> None:
+        raise Rejected("never")
+
+    def bury(event: UsageEvent, reason: str) -> None:
+        if not open_grave.is_set():
+            raise ConnectionError("store down")
+
+    sink.fault = fault
+    worker = drain(bury=bury)
+    until(lambda: worker.failures_total > 1)
+    assert spool.count("ledger") == 1
+    open_grave.set()
+    until(lambda: spool.count("ledger") == 0)
+    assert worker.buried_total == 1
+
+
+def test_without_a_grave_poison_waits_and_does_not_hold_up_the_others(spool: Spool, sink: Sink, drain) -> None:
+    ids = settle(spool, *range(8))
+
+    def fault(events: list[UsageEvent]) -> None:
+        if any(e.event_id == ids[2] for e in events):
+            raise KeyError("no price")
+
+    sink.fault = fault
+    worker = drain(rejected=(KeyError,))
+    assert worker.flush(10)
+    assert worker.stuck == 1
+    assert "no price" in (worker.last_error or "")
+    assert [e.event_id for e in spool.pending("ledger", 10)] == [ids[2]]
+    sink.fault = lambda events: None
+    assert worker.flush(10)
+    assert worker.stuck == 0
+    assert worker.last_error is None
+    assert sorted(sink.taken) == ids
+
+
+def test_connection_errors_never_bury_and_shrink_the_batch(spool: Spool, sink: Sink, drain) -> None:
+    settle(spool, *range(64))
+    buried: list[str] = []
+
+    def fault(events: list[UsageEvent]) -> None:
+        if len(events) > 10:
+            raise OSError("too much at once")
+
+    sink.fault = fault
+    worker = drain(bury=lambda event, reason: buried.append(event.event_id), max_events=64)
+    until(lambda: spool.count("ledger") == 0)
+    assert buried == []
+    assert len(set(sink.taken)) == len(sink.taken) == 64
+    assert worker.last_error is None or worker.flush(10)
+
+
+def test_stop_ships_what_is_there_and_then_nothing(spool: Spool, sink: Sink, drain) -> None:
+    worker = drain(max_age_s=30.0)
+    until(lambda: worker.flush(0.1))
+    ids = settle(spool, *range(3))
+    assert worker.stop(10)
+    assert sink.taken == ids
+    settle(spool, 9)
+    assert not worker.stop(0.1)
+    assert not worker.flush(0.1)
+    assert spool.count("ledger") == 1
+
+
+def test_stop_does_not_wait_longer_than_told_for_a_dead_sink(spool: Spool, sink: Sink, drain) -> None:
+    def fault(events: list[UsageEvent]) -> None:
+        raise OSError("down")
+
+    sink.fault = fault
+    settle(spool, 1)
+    worker = drain(max_pause_s=60.0, min_pause_s=60.0)
+    started = time.monotonic()
+    assert not worker.stop(0.3)
+    assert time.monotonic() - started < 5
+    assert spool.count("ledger") == 1
+
+
+def test_events_settled_meanwhile_are_in_a_later_flush(spool: Spool, sink: Sink, drain) -> None:
+    """A flush promises what was there when it was asked, also while others keep settling."""
+    worker = drain(max_events=8)
+    stop = threading.Event()
+
+    def keep_settling() -> None:
+        i = 1000
+        while not stop.is_set():
+            settle(spool, i)
+            i += 1
+
+    thread = threading.Thread(target=keep_settling)
+    thread.start()
+    try:
+        for i in range(5):
+            (event_id,) = settle(spool, i)
+            assert worker.flush(10)
+            assert event_id in sink.taken
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import clickhouse_connect
+import pytest
+import sqlalchemy
+
+from metering.clickhouse import client_options
+from metering.queries import CONFLICTS, DEAD_LETTERS, EVENT_COLUMNS, EVENTS, INSERT_COLUMNS
+from migrations.runner import (
+    CLICKHOUSE_FOLDER,
+    LEDGER_FOLDER,
+    MigrationError,
+    migrate_clickhouse,
+    migrate_ledger,
+    read_folder,
+)
+
+# -- ClickHouse ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["chdb", "server"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "chdb":
+        return f"chdb://{tmp_path}/db"
+    return request.getfixturevalue("server_url")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(CLICKHOUSE_FOLDER, tmp_path / "clickhouse")
+
+
+def query(url: str, sql: str) -> list[tuple[object, ...]]:
+    client = clickhouse_connect.get_client(**client_options(url))
+    try:
+        return client.query(sql).result_rows
+    finally:
+        client.close()
+
+
+def test_an_empty_store_gets_every_table_and_a_second_run_does_nothing(url: str) -> None:
+    names = [m.name for m in read_folder(CLICKHOUSE_FOLDER)]
+    assert migrate_clickhouse(url) == names
+    assert migrate_clickhouse(url) == []
+    tables = {name for (name,) in query(url, "SELECT name FROM system.tables WHERE database = currentDatabase()")}
+    assert tables == {EVENTS, DEAD_LETTERS, CONFLICTS, "schema_migrations"}
+    columns = query(
+        url, f"SELECT name, type FROM system.columns WHERE database = currentDatabase() AND table = '{EVENTS}'"
+    )
+    assert dict(columns) == {**INSERT_COLUMNS, "precedence": "UInt64"}
+    assert [name for name, _ in columns][: len(EVENT_COLUMNS)] == list(EVENT_COLUMNS)
+
+
+def test_a_run_that_was_killed_in_the_middle_is_finished_by_the_next(url: str, folder: Path) -> None:
+    (folder / "0002_more.sql").write_text(
+        "CREATE TABLE IF NOT EXISTS half (a Int8) ENGINE = MergeTree ORDER BY a;\nSELECT throwIf(1);\n"
+    )
+    with pytest.raises(MigrationError, match="throwIf"):
+        migrate_clickhouse(url, folder)
+    (folder / "0002_more.sql").write_text(
+        "CREATE TABLE IF NOT EXISTS half (a Int8) ENGINE = MergeTree ORDER BY a; \n"
+        "-- the rest; of it\nCREATE TABLE IF NOT EXISTS whole (a Int8) ENGINE = MergeTree ORDER BY a"
+    )
+    assert migrate_clickhouse(url, folder) == ["0002_more"]
+    assert query(url, "SELECT count() FROM whole") == [(0,)]
+
+
+def test_an_edited_old_file_and_a_newer_store_are_refused(url: str, folder: Path) -> None:
+    (folder / "0002_more.sql").write_text("SELECT 1;\n")
+    migrate_clickhouse(url, folder)
+    with pytest.raises(MigrationError, match="newer"):
+        migrate_clickhouse(url)
+    with (folder / "0001_usage_events.sql").open("a") as file:
+        file.write("-- a word more\n")
+    with pytest.raises(MigrationError, match=r"migration 1 .*edited"):
+        migrate_clickhouse(url, folder)
+
+
+def test_two_at_once(server_url: str) -> None:
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            migrate_clickhouse(server_url)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert query(server_url, "SELECT number FROM schema_migrations FINAL") == [(1,)]
+
+
+@pytest.mark.parametrize("name", ["0003_gap.sql", "0001_double.sql", "second.sql", "02_short.sql"])
+def test_files_are_numbered_without_a_gap(folder: Path, name: str) -> None:
+    (folder / name).write_text("SELECT 1;")
+    with pytest.raises(MigrationError):
+        read_folder(folder)
+
+
+def test_a_store_that_is_not_there_is_one_clear_error() -> None:
+    with pytest.raises(MigrationError, match="cannot be migrated"):
+        migrate_clickhouse("http://default:secret@127.0.0.1:1/x")
+    with pytest.raises(MigrationError, match="chdb:///"):
+        migrate_clickhouse("sqlite:///x")
+
+
+# -- ledger --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/deep/ledger.sqlite3"
+
+
+@pytest.fixture
+def ledger_folder(tmp_path: Path) -> Path:
+    return shutil.copytree(LEDGER_FOLDER, tmp_path / "100% ledger", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def add_revision(folder: Path, body: str = "pass") -> None:
+    first = next((LEDGER_FOLDER / "versions").glob("0001_*.py")).read_text()
+    assert 'revision = "0001"' in first
+    (folder / "versions" / "0999_more.py").write_text(
+        f'revision = "0999"\ndown_revision = "{head()}"\nbranch_labels = None\ndepends_on = None\n\n'
+        f"from alembic import op\n\n\ndef upgrade() -> None:\n    {body}\n"
+    )
+
+
+def head() -> str:
+    return max(path.name.split("_")[0] for path in (LEDGER_FOLDER / "versions").glob("[0-9]*.py"))
+
+
+def test_an_empty_ledger_gets_every_revision_and_a_second_run_does_nothing(ledger: str) -> None:
+    assert migrate_ledger(ledger)[-1] == head()
+    assert migrate_ledger(ledger) == []
+    engine = sqlalchemy.create_engine(ledger)
+    assert "events" in sqlalchemy.inspect(engine).get_table_names()
+    assert migrate_ledger(engine) == []
+    engine.dispose()
+
+
+def test_an_edited_revision_and_a_newer_ledger_are_refused(ledger: str, ledger_folder: Path) -> None:
+    migrate_ledger(ledger, ledger_folder)
+    add_revision(ledger_folder)
+    assert migrate_ledger(ledger, ledger_folder) == ["0999"]
+    with pytest.raises(MigrationError, match="newer"):
+        migrate_ledger(ledger)
+    add_revision(ledger_folder, "op.execute('SELECT 1')")
+    with pytest.raises(MigrationError, match=r"0999 .*edited"):
+        migrate_ledger(ledger, ledger_folder)
+
+
+def test_a_revision_that_fails_leaves_the_ledger_where_it_was(ledger: str, ledger_folder: Path) -> None:
+    migrate_ledger(ledger, ledger_folder)
+    add_revision(ledger_folder, "op.execute('SELECT nonsense FROM nowhere')")
+    with pytest.raises(MigrationError, match="nowhere"):
+        migrate_ledger(ledger, ledger_folder)
+    add_revision(ledger_folder)
+    assert migrate_ledger(ledger, ledger_folder) == ["0999"]
+
+
+def test_two_ledger_migrations_at_once(ledger: str) -> None:
+    ran: list[list[str]] = []
+    threads = [threading.Thread(target=lambda: ran.append(migrate_ledger(ledger))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(len, ran))[:3] == [0, 0, 0]
+    assert len(ran) == 4
+
+
+def test_a_ledger_that_cannot_be_opened_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(MigrationError, match="cannot be migrated"):
+        migrate_ledger(f"sqlite:///{tmp_path}")
