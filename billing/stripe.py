@@ -56,7 +56,7 @@ class StripeRefused(ExportError):
 
 
 class StripeMismatch(ExportError):
-    """Stripe holds something else than our invoice says. Nothing was finalized."""
+    """Stripe holds something else than our invoice says, or ours contradicts itself. This export finalized nothing."""
 
 
 class Item(NamedTuple):
@@ -236,8 +236,12 @@ class StripeExporter:
                 {"name": tenant.name[:256], "metadata": metadata}, {"idempotency_key": key}
             )
 
+        def again(made: stripe.Customer) -> stripe.Customer | None:
+            now = self._call(lambda: self._api().customers.retrieve(made.id))
+            return None if getattr(now, "deleted", None) else now
+
         found = find()
-        return (found or self._make("customer", _key("customer", tenant.id), find, create)).id
+        return (found or self._make("customer", _key("customer", tenant.id), find, create, again)).id
 
     def _find_invoice(self, invoice: Invoice, known: str | None) -> stripe.Invoice | None:
         """By the id an earlier export told us, else by metadata in the search index."""
@@ -269,7 +273,10 @@ class StripeExporter:
                 {"idempotency_key": key},
             )
 
-        return find() or self._make("invoice", _key("invoice", invoice.id, customer), find, create)
+        def again(made: stripe.Invoice) -> stripe.Invoice | None:
+            return self._retrieve(made.id)
+
+        return find() or self._make("invoice", _key("invoice", invoice.id, customer), find, create, again)
 
     @staticmethod
     def _only(invoice: Invoice, found: Sequence[stripe.Invoice]) -> stripe.Invoice | None:
@@ -413,20 +420,34 @@ class StripeExporter:
             raise
         return None if getattr(found, "deleted", None) else found
 
-    def _make(self, what: str, key: str, find: Callable[[], Made | None], create: Callable[[str], Made]) -> Made:
-        """Make a thing that was looked for and not found. `find` is asked again whenever a key is spent."""
+    def _make(
+        self,
+        what: str,
+        key: str,
+        find: Callable[[], Made | None],
+        create: Callable[[str], Made],
+        again: Callable[[Made], Made | None] | None = None,
+    ) -> Made:
+        """Make a thing that was looked for and not found.
+
+        Whenever a key is spent, `find` looks again before the next one is used. A replayed answer tells of a thing
+        that may be gone since: `again` says what it is now (without it, `find` does).
+        """
         failures = 0
         for attempt in range(MAX_KEYS):
             try:
                 made = self._call(partial(create, f"{key}-{attempt}"), keyed=True)
-                answer = made.last_response
-                if not _replayed(answer.headers if answer else None):
-                    return made  # a replayed one may be gone since: look
             except _KeySpent as spent:
                 failures += not spent.replayed
                 if failures >= MAX_FAILURES:
                     raise StripeUnavailable(f"Stripe failed on every attempt at this {what}; try again") from spent
-            if (found := find()) is not None:
+                found = find()
+            else:
+                answer = made.last_response
+                if not _replayed(answer.headers if answer else None):
+                    return made
+                found = again(made) if again else find()
+            if found is not None:
                 return found
         raise StripeUnavailable(f"too many attempts at this {what} failed within a day; try again tomorrow")
 
@@ -438,7 +459,7 @@ class StripeExporter:
             except stripe.RateLimitError as limited:
                 if attempt + 1 == RATE_LIMIT_TRIES:
                     raise StripeUnavailable("Stripe's rate limit did not let us through; try again later") from limited
-                self._sleep(_wait_s(attempt, limited.headers))
+                self._sleep(_wait_s(attempt))
             except stripe.StripeError as error:
                 _translate(error, keyed)
         raise AssertionError("the last attempt returns or raises")
@@ -463,8 +484,9 @@ def _translate(error: stripe.StripeError, keyed: bool) -> NoReturn:
     body: Any = error.json_body
     if keyed and error.http_status == 500 and isinstance(body, dict) and "error" in body:
         raise _KeySpent(replayed=False) from error
-    if error.http_status is not None and (error.http_status >= 500 or error.http_status == 409):
-        raise StripeUnavailable(f"Stripe answered {error.http_status}; the export can be begun again") from error
+    status = error.http_status or 0
+    if status < 400 or status >= 500 or status == 409:  # below 400: an answer that could not be read
+        raise StripeUnavailable(f"Stripe answered {status}; the export can be begun again") from error
     if "combine currencies" in message:
         raise StripeRefused(
             f"the Stripe customer is in use with another currency than this invoice's. Stripe says: {message}"
@@ -472,11 +494,8 @@ def _translate(error: stripe.StripeError, keyed: bool) -> NoReturn:
     raise StripeRefused(f"Stripe refused: {message}") from error
 
 
-def _wait_s(attempt: int, headers: Mapping[str, str] | None) -> float:
-    """Seconds before the next try: what Stripe says, else doubling with jitter; bounded."""
-    said = (headers or {}).get("retry-after", "")
-    if said.isdigit():
-        return min(float(said), BACKOFF_MAX_S)
+def _wait_s(attempt: int) -> float:
+    """Seconds before the next try: doubling, with jitter, bounded."""
     doubled: float = BACKOFF_S * 2**attempt
     return min(doubled, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
 

@@ -169,7 +169,9 @@ def _plot(title: str, about: str, unit: str, width: int) -> timeseries.Panel:
 
 def number(title: str, about: str, plugin: str, query: str, *, unit: str = "short", width: int = 6) -> stat.Panel:
     """One big number: PromQL or SQL."""
-    panel = stat.Panel().title(title).description(about).unit(unit).span(width).height(4).datasource(source(plugin))
+    last = common.ReduceDataOptions().calcs(["lastNotNull"])
+    panel = stat.Panel().title(title).description(about).unit(unit).span(width).height(4)
+    panel = panel.datasource(source(plugin)).reduce_options(last)
     if plugin == PROMETHEUS:
         return panel.with_target(_promql([(query, "")])[0])
     return panel.with_target(_Ready(SqlQuery(plugin, query, False)))
@@ -177,7 +179,8 @@ def number(title: str, about: str, plugin: str, query: str, *, unit: str = "shor
 
 def rows(title: str, about: str, plugin: str, sql: str, *, width: int = 12) -> table.Panel:
     """A table from SQL."""
-    panel = table.Panel().title(title).description(about).span(width).height(10).datasource(source(plugin))
+    panel = table.Panel().title(title).description(about).span(width).height(10).show_header(True)
+    panel = panel.datasource(source(plugin))
     return panel.with_target(_Ready(SqlQuery(plugin, sql, False)))
 
 

@@ -495,6 +495,7 @@ def test_a_wrong_key_is_401_and_an_unknown_parameter_is_named(stripe_double: Str
         ("error_after", stripe.APIError, 1),
         ("gateway_before", stripe.APIError, 0),
         ("gateway_after", stripe.APIError, 1),
+        ("garbled_after", stripe.APIError, 1),
         ("reset_before", stripe.APIConnectionError, 0),
         ("reset_after", stripe.APIConnectionError, 1),
     ],

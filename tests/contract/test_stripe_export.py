@@ -220,6 +220,22 @@ def test_a_deleted_draft_is_made_anew_although_its_key_is_remembered(stripe_doub
     _assert_exactly_once(stripe_double, _export(stripe_double))
 
 
+def test_a_deleted_customer_is_made_anew_although_its_key_is_remembered(stripe_double: StripeDouble) -> None:
+    stripe_double.faults.append(Fault("reset_before", "POST /v1/invoices", times=3))
+    with pytest.raises(StripeUnavailable):
+        _export(stripe_double)
+    client = stripe.StripeClient(stripe_double.api_key, base_addresses={"api": stripe_double.url})
+    client.v1.customers.delete(stripe_double.state.all("customer")[0]["id"])
+    _assert_exactly_once(stripe_double, _export(stripe_double))
+
+
+def test_a_tenant_renamed_between_two_attempts_keeps_its_customer(stripe_double: StripeDouble) -> None:
+    stripe_double.faults.append(Fault("reset_before", "POST /v1/invoices", times=3))
+    with pytest.raises(StripeUnavailable):
+        _export(stripe_double)
+    _assert_exactly_once(stripe_double, _export(stripe_double, tenant=msgspec.structs.replace(TENANT, name="New")))
+
+
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 

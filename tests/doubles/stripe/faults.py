@@ -12,6 +12,7 @@ Kind = Literal[
     "error_after",  # 500 after the effect, cached by key
     "gateway_before",  # 502 without Stripe's envelope; the request never reached the API
     "gateway_after",  # 502 without Stripe's envelope; the effect took place
+    "garbled_after",  # the effect, then 200 with a body that is not JSON
     "reset_before",  # connection reset, nothing done
     "reset_after",  # connection reset after the effect
     "hang_before",  # silence of `seconds`, then the effect: the key is in use meanwhile

@@ -128,7 +128,7 @@ class StripeDouble:
         if status >= 500:
             extra["Stripe-Should-Retry"] = "false" if "error" in shown else "true"
         if "bad_gateway" in shown:
-            return status, extra | {"Content-Type": "text/html"}, b"<html><h1>502 Bad Gateway</h1></html>"
+            return status, extra | {"Content-Type": "text/html"}, b"<html><h1>Bad Gateway</h1></html>"
         if "error" in shown:
             shown["error"]["request_log_url"] = f"https://dashboard.stripe.com/test/logs/{request_id}"
         return status, extra | {"Content-Type": "application/json"}, json.dumps(shown, indent=2).encode()
@@ -160,8 +160,8 @@ class StripeDouble:
         status, shown = self._keyed(call, request_id, extra, fault)
         if kind == "reset_after":
             raise _Dropped
-        if kind == "gateway_after":
-            return 502, {"bad_gateway": True}
+        if kind in ("gateway_after", "garbled_after"):
+            return 502 if kind == "gateway_after" else 200, {"bad_gateway": True}
         if fault and kind == "hang_after":
             time.sleep(fault.seconds)
         return status, shown

@@ -74,7 +74,7 @@ def test_ids_are_unique_and_every_panel_says_what_it_shows() -> None:
     for board in boards():
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
         assert len({panel["title"] for panel in board["panels"]}) == len(board["panels"])
-        assert all(panel["description"] and panel["targets"] for panel in board["panels"])
+        assert all(panel["description"] and panel["targets"] and panel["options"] for panel in board["panels"])
         assert all(len({t["refId"] for t in panel["targets"]}) == len(panel["targets"]) for panel in board["panels"])
 
 
