@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from metering.counts import CountRow, add_rows, hour_of
+from metering.counts import CountRow, add_rows, hour_of, row_of
 from metering.events import UsageEvent, decode, encode
 from metering.lock import FileLock, fsync_folder
 
@@ -284,17 +284,7 @@ class Spool:
             except msgspec.MsgspecError:
                 continue  # `pending` quarantines and counts it
             if start_us <= hour_of(event.ts_us) < end_us:
-                rows.append(
-                    CountRow(
-                        event.tenant,
-                        event.model,
-                        hour_of(event.ts_us),
-                        1,
-                        event.prompt_tokens,
-                        event.cached_tokens,
-                        event.completion_tokens,
-                    )
-                )
+                rows.append(row_of(event))
         return add_rows(rows)
 
     @property
