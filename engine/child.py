@@ -2,7 +2,8 @@
 
 Knows: the socket to the parent and the loop around `EngineCore`. Does not know: who supervises it
 (`process`), HTTP, tenants. Lives no longer than its parent: the kernel kills it when the parent dies, and an
-end of file on the socket ends it too. Ctrl-C belongs to the parent.
+end of file on the socket ends it too. Until then it heeds no polite signal: those that are sent to all of a
+server's processes (Ctrl-C, systemd's stop) are for the parent, which lets running streams finish first.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def _first(pipe: Pipe) -> EngineConfig:
 
 
 def main(fd: int, parent_pid: int, builder: str) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent(parent_pid)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -91,8 +91,10 @@ class _Link(asyncio.Protocol):
         self._on_lost(self)
 
     def send(self, message: ToChild) -> None:
+        """Raises what `msgspec` cannot encode, with nothing sent."""
+        data = frame(message)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+            self._transport.write(data)
 
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -209,9 +211,9 @@ class EngineProcess:
             raise AdapterUnknown("the adapter is not loaded")
         if self._is_full():
             raise EngineBusy("the engine's queue is full")
+        link.send(Submit(time.monotonic_ns() // 1000, request))
         entry = _Open(request, UpdateStream(), request.token_ceiling or 0, request.ceiling_final)
         self._open[request.id] = entry
-        link.send(Submit(time.monotonic_ns() // 1000, request))
         return entry.stream
 
     def abort(self, request_id: str) -> None:

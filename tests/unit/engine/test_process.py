@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from engine.fake import ADAPTER_FILES
 from engine.process import EngineProcess
@@ -287,6 +288,32 @@ async def test_unloading_waits_for_the_last_request_and_survives_a_death(make: M
         await engine.load_adapter(AdapterRef(id="x", name="n", path=str(tmp_path / "nothing")))
 
 
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(make: Make) -> None:
+    engine = make()
+    await engine.start()
+    with pytest.raises(UnicodeEncodeError):
+        engine.submit(request(cache_salt="\ud800"))
+    assert (await read(engine.submit(request())))[-1].finish is Finish.LENGTH
+
+
+def test_it_lives_on_the_servers_event_loop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    async def live() -> tuple[int, Finish | None]:
+        engine = EngineProcess(EngineConfig(model='{"step_s": 0.01}'), builder=BUILDER)
+        await engine.start()
+        stream = engine.submit(request(max_tokens=200))
+        await anext(stream)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await read_until_death(stream)
+        await until(lambda: engine.ready)
+        last = (await read(engine.submit(request("s"))))[-1]
+        await engine.stop()
+        return engine.restarts, last.finish
+
+    assert uvloop.run(live()) == (1, Finish.LENGTH)
+
+
 PARENT = """
 import asyncio, json, sys
 from engine.process import EngineProcess
@@ -309,7 +336,8 @@ def test_the_child_dies_with_its_parent_but_not_of_the_groups_signals(make: Make
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert os.getpgid(pid) != os.getpgid(parent.pid)
-        os.kill(pid, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
         time.sleep(0.2)
         os.kill(pid, 0)
         parent.kill()
