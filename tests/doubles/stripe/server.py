@@ -64,7 +64,7 @@ class StripeDouble:
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", port), self)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="stripe-double", daemon=True
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, name="stripe-double", daemon=True
         )
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
