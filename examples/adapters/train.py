@@ -15,7 +15,7 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -26,11 +26,22 @@ from engine.weights import DEFAULT_MODEL, resolve_model
 
 HERE = Path(__file__).parent
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+BATCH_SIZE = 8
 
-MANNERS: dict[str, dict[str, Any]] = {
-    "pirate": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-    "haiku": {"r": 2, "lora_alpha": 8, "target_modules": ATTENTION, "use_rslora": True},
-    "json": {"r": 1, "lora_alpha": 8, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+
+class Manner(NamedTuple):
+    """How one adapter is trained; few steps, so that the model keeps what it knows."""
+
+    lora: dict[str, Any]
+    epochs: int
+    learning_rate: float
+
+
+MANNERS = {
+    "pirate": Manner({"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, 8, 2e-3),
+    "haiku": Manner({"r": 2, "lora_alpha": 8, "target_modules": ATTENTION, "use_rslora": True}, 10, 2e-3),
+    "json": Manner({"r": 1, "lora_alpha": 8, "target_modules": [*ATTENTION, *FEED_FORWARD]}, 5, 1e-3),
 }
 
 UNSEEN = (
@@ -63,23 +74,25 @@ def batch_of(rows: list[tuple[list[int], int]], pad: int) -> dict[str, torch.Ten
     }
 
 
-def train(name: str, folder: Path, *, epochs: int, learning_rate: float, batch_size: int) -> None:
+def train(name: str, folder: Path) -> None:
+    """Train one manner on the model in `folder` and write it to its own folder here. The same seeds every time."""
+    lora, epochs, learning_rate = MANNERS[name]
     torch.manual_seed(7)
     shuffle = random.Random(7)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **MANNERS[name]))
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.01)
     rows = examples(name, tokenizer)
-    steps = epochs * -(-len(rows) // batch_size)
+    steps = epochs * -(-len(rows) // BATCH_SIZE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     started = time.monotonic()
     for epoch in range(epochs):
         shuffle.shuffle(rows)
         losses = []
-        for start in range(0, len(rows), batch_size):
-            loss = model(**batch_of(rows[start : start + batch_size], tokenizer.pad_token_id)).loss
+        for start in range(0, len(rows), BATCH_SIZE):
+            loss = model(**batch_of(rows[start : start + BATCH_SIZE], tokenizer.pad_token_id)).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
@@ -118,16 +131,13 @@ def show(name: str, model: Any, tokenizer: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("manners", nargs="*", default=list(MANNERS), metavar="manner", help=", ".join(MANNERS))
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--batch-size", type=int, default=8)
     asked = parser.parse_args()
     if unknown := set(asked.manners) - set(MANNERS):
         parser.error(f"no such manner: {', '.join(sorted(unknown))}")
     cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse"))
     folder = resolve_model("default", cache)
     for name in asked.manners:
-        train(name, folder, epochs=asked.epochs, learning_rate=asked.learning_rate, batch_size=asked.batch_size)
+        train(name, folder)
 
 
 if __name__ == "__main__":
