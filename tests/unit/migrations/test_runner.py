@@ -115,9 +115,11 @@ def test_a_store_that_is_not_there_is_one_clear_error() -> None:
 # -- ledger --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/deep/ledger.sqlite3"
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/deep/ledger.sqlite3"
+    return request.getfixturevalue("postgres_url")
 
 
 @pytest.fixture
