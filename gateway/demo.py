@@ -62,8 +62,11 @@ async def _post(admin: httpx.AsyncClient, path: str, body: dict[str, Any]) -> An
 
 def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> list[str]:
     first = TENANTS[0][0]
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    ask = json.dumps({"model": model, "messages": messages, "stream": True})
+    messages = [{"role": "user", "content": "Give me three tips for a good night of sleep."}]
+    ask = json.dumps(
+        {"model": model, "messages": messages, "temperature": 0.2, "max_tokens": 200, "stream": True},
+        separators=(",", ":"),
+    )
     served = [
         f"  {id:8} {keys[id]}   models: {', '.join([model, *(a.name for a in adapters[number :: len(TENANTS)])])}"
         for number, (id, _) in enumerate(TENANTS)
@@ -78,7 +81,8 @@ def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> 
         f"    -H 'Content-Type: application/json' -d '{ask}'",
         "",
         f"  python -c \"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='{keys[first]}')"
-        f".chat.completions.create(model='{model}', messages=[dict(role='user', content='Hello!')])"
+        f".chat.completions.create(model='{model}', messages=[dict(role='user', content='Hello!')],"
+        "max_tokens=60)"
         '.choices[0].message.content)"',
         "",
     ]

@@ -53,6 +53,7 @@ __all__ = ["Runtime", "StartError", "open_admin", "serve"]
 _EXPECTED = (
     BillingError,
     EngineError,
+    demo.DemoError,
     JournalError,
     MeteringError,
     MigrationError,

@@ -135,9 +135,7 @@ def test_statuses_of_the_edge(running: RunningGateway, key: str) -> None:
         assert check_envelope(text, 415)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Basic abc", "Bearer mh-wrong", "Bearer " + "x" * 5000]
-)
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Basic abc", "Bearer mh-wrong", "Bearer " + "x" * 5000])
 def test_unauthorized(running: RunningGateway, key: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header}
     for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
