@@ -9,6 +9,7 @@ is exit code 2.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ class Group(click.Group):
             return super().invoke(context)
         except (CallFailed, SettingsError) as error:
             raise click.ClickException(str(error)) from None
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("METERHOUSE_LOG_LEVEL") == "debug":
+                raise
+            raise click.ClickException(
+                f"unexpected {type(error).__name__}: {error} (METERHOUSE_LOG_LEVEL=debug shows where)"
+            ) from None
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
