@@ -35,7 +35,7 @@ def _cache_dir() -> Path:
 
 
 Port = Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")]
-Positive = Meta(ge=1)
+Count = Annotated[int, Meta(ge=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,14 +58,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     device: Annotated[str, Meta(description="auto, cpu or cuda")] = "auto"
     dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
-    threads: Annotated[int | None, Meta(ge=1, description="CPU threads of the engine; unset: all")] = None
+    threads: Annotated[Count | None, Meta(description="CPU threads of the engine; unset: all")] = None
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV-cache block")] = 16
     kv_cache_bytes: Annotated[
-        int | None, Meta(ge=1 << 20, description="size of the KV cache; unset: a share of free memory")
+        Annotated[int, Meta(ge=1 << 20)] | None,
+        Meta(description="size of the KV cache; unset: a share of free memory"),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences computed together")] = 32
     max_num_batched_tokens: Annotated[int, Meta(ge=16, description="token budget of one engine step")] = 512
-    max_model_len: Annotated[int | None, Meta(ge=16, description="longest context; unset: the model's own")] = None
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=16)] | None, Meta(description="longest context; unset: the model's own")
+    ] = None
     max_waiting: Annotated[int, Meta(ge=1, description="requests that may queue in the engine")] = 1024
     max_adapters: Annotated[int, Meta(ge=0, description="LoRA adapters loaded at once")] = 16
     max_lora_rank: Annotated[int, Meta(ge=1, description="largest LoRA rank")] = 64
@@ -162,10 +165,11 @@ def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
     assert get_origin(hint) is Annotated, field.name
     inner, meta = get_args(hint)[:2]
     members = [member for member in (get_args(inner) or (inner,)) if member is not type(None)]
+    kind = get_args(members[0])[0] if get_origin(members[0]) is Annotated else members[0]
     default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
     return Field(
         name=field.name,
-        type=members[0],
+        type=kind,
         optional=len(members) < len(get_args(inner) or (inner,)),
         default=default,
         description=meta.description or "",

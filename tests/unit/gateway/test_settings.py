@@ -87,6 +87,20 @@ def test_every_setting_is_described() -> None:
         assert field.type in (str, int, float, bool, Path), field.name
 
 
+def test_every_setting_can_be_given_by_every_source(tmp_path: Path) -> None:
+    choices = {"device": "cpu", "dtype": "float32", "log_level": "debug", "log_format": "json"}
+    examples = {int: "4194304", float: "2.5", bool: "true", Path: "/x", str: "text"}
+    special = {"port": "8001", "block_size": "32", "max_n": "8", "max_num_seqs": "8", "max_prompts": "8"}
+    for field in fields():
+        text = {**choices, **special}.get(field.name, examples[field.type])
+        by_flag, by_variable = load({field.name: text}, {}), load({}, {field.variable: text})
+        config = tmp_path / "one.toml"
+        config.write_text(f"{field.name} = {text}" if field.type in (int, float, bool) else f'{field.name} = "{text}"')
+        by_file = load({}, {}, config)
+        assert by_flag == by_variable == by_file != Settings(), field.name
+        assert isinstance(getattr(by_flag, field.name), field.type), field.name
+
+
 def test_admin_key_is_minted_once_for_its_owner_only(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "new")
     key = admin_key(settings)
