@@ -129,38 +129,30 @@ class Admission:
         request_id = uuid7(ts_us)
         rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us)
         hold = self._billing.open_hold(tenant, request_id, rate, prompt_tokens, first * len(ask.prompts))
+        part_ids = _part_ids(request_id, len(ask.prompts))
         try:
-            if hold.covered_tokens < len(ask.prompts):
+            if hold.covered_tokens < len(part_ids):
                 raise InsufficientQuota("The balance does not cover one token for each prompt.")
-            part_ids = _part_ids(request_id, len(ask.prompts))
-            live = self._capture.open(self._record(door, ask, request_id, ts_us, prompt_tokens), part_ids)
-        except JournalError as error:
-            self._billing.release(request_id)
-            raise Unavailable("Usage cannot be recorded now, so nothing is served.", code="no_journal") from error
-        except BaseException:
-            self._billing.release(request_id)
-            raise
-        purse = Purse(
-            self.purses,
-            tenant=tenant,
-            request_id=request_id,
-            totals=dict.fromkeys(part_ids, total),
-            stretch=self._settings.ceiling_stretch * ask.n,
-            hold=hold,
-        )
-        requests = [
-            Request(
-                id=part_id,
-                prompt=list(prompt),
-                sampling=ask.sampling,
-                n=ask.n,
-                adapter=door.adapter,
+            purse = Purse(
+                self.purses,
                 tenant=tenant,
-                cache_salt=ask.cache_salt,
-                token_ceiling=purse.ceiling(part_id),
+                request_id=request_id,
+                totals=dict.fromkeys(part_ids, total),
+                stretch=self._settings.ceiling_stretch * ask.n,
+                hold=hold,
             )
-            for part_id, prompt in zip(part_ids, ask.prompts, strict=True)
-        ]
+            requests = [
+                _request(part_id, prompt, ask, door, purse)
+                for part_id, prompt in zip(part_ids, ask.prompts, strict=True)
+            ]
+            # Last, as from here on the request is settled and not taken back.
+            live = self._capture.open(self._record(door, ask, request_id, ts_us, prompt_tokens), part_ids)
+        except BaseException as error:
+            self._billing.release(request_id)
+            self.purses.forget(tenant, part_ids)
+            if isinstance(error, JournalError):
+                raise Unavailable("Usage cannot be recorded now, so nothing is served.", code="no_journal") from error
+            raise
         return Admitted(live=live, lease=door.lease, purse=purse, model=door.model, requests=requests)
 
     def _check_state(self) -> None:
@@ -207,6 +199,19 @@ class Admission:
 def adapter_ref(record: AdapterRecord) -> AdapterRef:
     """The engine's word for a tenant's adapter."""
     return AdapterRef(id=record.id, name=record.name, path=record.path, digest=record.digest)
+
+
+def _request(part_id: str, prompt: Sequence[int], ask: Ask, door: Door, purse: Purse) -> Request:
+    return Request(
+        id=part_id,
+        prompt=list(prompt),
+        sampling=ask.sampling,
+        n=ask.n,
+        adapter=door.adapter,
+        tenant=door.principal.tenant.id,
+        cache_salt=ask.cache_salt,
+        token_ceiling=purse.ceiling(part_id),
+    )
 
 
 def _part_ids(request_id: str, count: int) -> list[str]:

@@ -11,7 +11,7 @@ running one has ended, all that wait are told that the ceiling is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from billing.service import Billing, Hold
 from engine.client import Engine
@@ -44,6 +44,11 @@ class Purses:
 
     def tenant(self, tenant: str) -> _Tenant:
         return self._tenants.setdefault(tenant, _Tenant())
+
+    def forget(self, tenant: str, part_ids: Iterable[str]) -> None:
+        """These parts were refused after all; what was held for them is free."""
+        self.tenant(tenant).running.difference_update(part_ids)
+        self.tenant(tenant).notify()
 
 
 class Part:

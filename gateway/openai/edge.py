@@ -158,7 +158,7 @@ class Edge:
         answer.headers = admitted.lease.headers
         generation = Generation(
             admitted,
-            renderer=render[0](admitted),
+            make_renderer=render[0],
             answer=answer,
             engine=self.engine,
             capture=self._capture,

@@ -52,7 +52,7 @@ class Generation:
         self,
         admitted: Admitted,
         *,
-        renderer: Renderer,
+        make_renderer: Callable[[Admitted], Renderer],
         answer: Answer,
         engine: Engine,
         capture: Capture,
@@ -62,7 +62,8 @@ class Generation:
     ) -> None:
         self.answer = answer
         self._admitted = admitted
-        self._renderer = renderer
+        self._make_renderer = make_renderer
+        self._renderer: Renderer
         self._engine = engine
         self._capture = capture
         self._claim = claim
@@ -95,6 +96,7 @@ class Generation:
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self.cut, Outcome.DEADLINE)
         fault: Exception | None = None
         try:
+            self._renderer = self._make_renderer(self._admitted)
             await self._follow_all()
         except Exception as error:
             fault = error
@@ -110,6 +112,7 @@ class Generation:
             log.error("request_end_failed", request_id=self.id, exc_info=error)
             self.answer.fail(api_error(error))
         finally:
+            self._close_lease(fault)
             for request in self._admitted.requests:
                 self._admitted.purse.finished(request.id)
             self._admitted.purse.settled()
@@ -202,21 +205,20 @@ class Generation:
     # -- the end -------------------------------------------------------------------------------
 
     async def _end(self, fault: Exception | None) -> None:
+        ending: list[bytes] = []
         outcome, finish_reason = self._outcome(fault)
-        error = self._error(outcome, fault)
-        ending = self._renderer.ending(self._admitted.live.counts) if error is None else []
-        if error is None and self._claim is not None:
-            await self._claim.keep(self.answer.body() + b"".join(ending))
-        try:
-            await self._capture.settle(self._admitted.live, outcome, finish_reason)
-        except Exception as unsettled:
-            error = api_error(unsettled)
-        finally:
-            self._close_lease(fault)
-        if error is None:
+        if outcome is Outcome.FINISHED:
+            try:
+                ending = self._renderer.ending(self._admitted.live.counts)
+                if self._claim is not None:
+                    await self._claim.keep(self.answer.body() + b"".join(ending))
+            except Exception as error:  # ours; the request is settled all the same
+                outcome, finish_reason, fault = Outcome.ERROR, "", error
+        await self._capture.settle(self._admitted.live, outcome, finish_reason)
+        if outcome is Outcome.FINISHED:
             self.answer.end(ending)
         else:
-            self.answer.fail(error)
+            self.answer.fail(self._error(outcome, fault))
 
     def _outcome(self, fault: Exception | None) -> tuple[Outcome, str]:
         finish = next((finish for finish in _GRAVEST_FIRST if finish in self._ends), None)
@@ -229,9 +231,7 @@ class Generation:
             return Outcome.ENGINE_DIED, ""
         return Outcome.ERROR, ""
 
-    def _error(self, outcome: Outcome, fault: Exception | None) -> ApiError | None:
-        if outcome is Outcome.FINISHED:
-            return None
+    def _error(self, outcome: Outcome, fault: Exception | None) -> ApiError:
         if outcome in _CUT_TEXT:
             return _CUT_TEXT[outcome]()
         log.error("generation_failed", request_id=self.id, outcome=outcome.value, exc_info=fault)

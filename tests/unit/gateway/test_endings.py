@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from engine.fake import FakeEngine
+from gateway.openai import render
 from metering.events import UsageEvent
+from metering.journal import Journal, JournalError, OpenedRecord, recover_orphans
 from metering.spool import Spool, SpoolFull
 from tests.fixtures.server import ByteTokenizer, RunningGateway
 
@@ -304,29 +306,51 @@ def test_slow_reader_is_cut_and_settled(make_gateway: MakeGateway) -> None:
     gateway.idle()
 
 
-def test_crash_in_our_own_code_still_settles(make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["__init__", "update", "ending"])
+def test_crash_in_our_own_code_still_settles(
+    make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     gateway = make_gateway(engine=slow_engine())
     key = gateway.tenant()
-    from gateway.openai import render
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("secret detail /etc/passwd")
 
-    monkeypatch.setattr(render.Renderer, "update", broken)
+    monkeypatch.setattr(render.Renderer, where, broken)
     with gateway.http(key) as client:
-        response = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 50})
-    assert response.status_code == 500
-    assert "passwd" not in response.text
-    (event,) = gateway.events()
-    assert event.outcome == "error"
+        response = client.post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 20}, headers={"idempotency-key": "k"}
+        )
+        assert response.status_code == 500
+        assert "passwd" not in response.text
+        (event,) = gateway.events()
+        assert event.outcome == "error"
+        gateway.idle()
+        tokens_match(gateway, [event])
+        monkeypatch.undo()
+        again = client.post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 20}, headers={"idempotency-key": "k"}
+        )
+        assert again.status_code == 200
+
+
+def test_journal_that_cannot_be_written_refuses_at_the_door(gateway: RunningGateway) -> None:
+    key = gateway.tenant()
+
+    def failing(record: Any) -> None:
+        raise JournalError("no space left on /secret/path")
+
+    gateway.journal.opened = failing  # type: ignore[method-assign]
+    with gateway.http(key) as client:
+        response = client.post("/v1/completions", json={"prompt": "abc"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_journal")
+    assert "secret" not in response.text
+    assert gateway.engine.submitted == []
     gateway.idle()
-    tokens_match(gateway, [event])
 
 
 def test_recovered_after_a_crash(make_gateway: MakeGateway, tmp_path: Path) -> None:
     """What a killed gateway leaves in its journal is settled once, as far as it had come."""
-    from metering.journal import Journal, OpenedRecord, recover_orphans
-
     record = OpenedRecord(
         event_id="0199-x",
         ts_us=1_700_000_000_000_000,
