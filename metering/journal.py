@@ -166,9 +166,10 @@ class Journal:
 
     def totals(self, start_us: int, end_us: int) -> list[CountRow]:
         """Sums of the last journalled counts of every request whose hour begins in [start, end), open ones too."""
-        with self._lock:  # the lock keeps a segment from moving into the totals between the two reads
-            live = [*self._state.requests.values(), *(r for _, requests in self._leaving for r in requests)]
-            rows = [request.row() for request in live]
+        with self._moving:  # no segment moves into the totals between the two reads
+            with self._lock:
+                live = [*self._state.requests.values(), *(r for _, requests in self._leaving for r in requests)]
+                rows = [request.row() for request in live]
             return add_rows(
                 [*(r for r in rows if start_us <= r.hour_us < end_us), *self._totals.rows(start_us, end_us)]
             )

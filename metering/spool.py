@@ -7,6 +7,7 @@ are on disk and not before; from then on it leaves only when every consumer has 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import shutil
@@ -23,6 +24,7 @@ import msgspec
 from metering.counts import CountRow, add_rows, hour_of, row_of
 from metering.events import UsageEvent, decode, encode
 from metering.lock import FileLock, fsync_folder
+from metering.salvage import adopt, salvage
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class Spool:
             self._check_consumers()
         except BaseException as error:
             self._file_lock.release()
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | OSError):
                 raise SpoolBroken(f"the spool {path} cannot be used: {error}") from error
             raise
         self._read_lock = threading.Lock()
@@ -465,19 +467,32 @@ class Spool:
         return db
 
     def _open(self) -> sqlite3.Connection:
+        adopt(self.path)
+        if damage := self._damage():
+            log.error("spool: the file is damaged, its rows are salvaged: %s", damage)
+            saved = salvage(self.path, _SCHEMA, self.consumers, damage)
+            log.error("spool: %d settlements were saved and will be delivered again", saved)
         db = self._connect()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise SpoolError(f"the spool {self.path} was written by a newer version (format {version})")
-        (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if check != "ok":
-            raise SpoolBroken(f"the spool {self.path} is damaged: {check}")
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {_VERSION}")
         fsync_folder(self.path.parent)
         self._stored_bytes = int(db.execute("SELECT COALESCE(SUM(length(body)), 0) FROM settled").fetchone()[0])
         (self.quarantined_total,) = db.execute("SELECT COUNT(*) FROM quarantine").fetchone()
         return db
+
+    def _damage(self) -> str:
+        """What SQLite finds wrong with the file's pages; empty when nothing is."""
+        with contextlib.closing(sqlite3.connect(self.path)) as db:
+            try:
+                found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+            except sqlite3.OperationalError:
+                raise  # it cannot be opened or read now, which says nothing about what is in it
+            except sqlite3.DatabaseError as error:
+                return str(error)
+        return "" if found == "ok" else found.replace("\n", " ")
 
     def _check_consumers(self) -> None:
         found = {name for (name,) in self._reader.execute("SELECT DISTINCT consumer FROM delivery")}

@@ -293,9 +293,10 @@ def test_an_empty_batch_needs_no_store() -> None:
 
 
 def test_a_store_that_is_not_there_is_unavailable_and_never_rejects() -> None:
-    store = UsageStore("http://default@127.0.0.1:1/nowhere")
-    with pytest.raises(StoreUnavailable):
+    store = UsageStore("http://default:secret@127.0.0.1:1/nowhere")
+    with pytest.raises(StoreUnavailable) as caught:
         store.insert([make_event(0)])
+    assert "secret" not in str(caught.value)
     with pytest.raises(StoreUnavailable):
         store.ping()
 

@@ -169,6 +169,17 @@ def test_rotation_carries_what_is_open_and_keeps_the_totals(folder: Path, spool:
     assert [o.counts.completion for o in recover(folder)] == [59]
 
 
+def test_totals_are_right_at_every_moment_of_a_rotation(folder: Path) -> None:
+    journal = Journal(folder, max_bytes=1500)
+    for i in range(300):
+        journal.opened(opened(i))
+        journal.step([(f"id-{i:05d}", counts(2))])
+        journal.settled(f"id-{i:05d}")
+        (row,) = journal.totals(HOUR, HOUR + 1)
+        assert (row.requests, row.completion) == (i + 1, 2 * (i + 1))
+    journal.close()
+
+
 def test_every_crash_point_of_a_rotation_counts_each_request_once(folder: Path, tmp_path: Path, spool: Spool) -> None:
     """The folder with old and new segment, with the new one torn, with the totals moved and the old not yet deleted."""
     journal = Journal(folder, max_bytes=10**9)

@@ -236,6 +236,58 @@ def test_what_the_file_cannot_hold_is_refused_alone(spool: Spool) -> None:
     assert spool.pending("ledger", 2) == [make_event(1, user="a\0b\u2028🦙")]
 
 
+def filled(path: Path, count: int) -> list[UsageEvent]:
+    spool = Spool(path)
+    events = [make_event(i, user="x" * 300) for i in range(count)]
+    wait([spool.settle(event) for event in events])
+    spool.ack("ledger", [event.event_id for event in events[:10]])
+    spool.close()
+    return events
+
+
+def test_pages_that_are_damaged_cost_no_row_but_their_own(path: Path) -> None:
+    events = filled(path, 400)
+    data = bytearray(path.read_bytes())
+    page = next(at for at in range(0, len(data), 4096) if data[at] == 0x0D and b"id-00200" in data[at : at + 4096])
+    data[page : page + 200] = b"\xaa" * 200  # a leaf of the table of events
+    path.write_bytes(bytes(data))
+    spool = Spool(path)
+    saved = spool.pending("ledger", 1000)
+    assert spool.pending("clickhouse", 1000) == saved
+    assert {e.event_id for e in saved} < {e.event_id for e in events}
+    assert len(saved) > 300
+    assert all(event in events for event in saved)
+    assert spool.quarantined_total == 1
+    assert (path.parent / "damaged-1" / path.name).read_bytes() == bytes(data)
+    spool.close()
+    again = Spool(path)
+    assert again.count("ledger") == len(saved)
+    again.close()
+
+
+def test_a_file_that_is_no_database_any_more_is_kept_and_begun_anew(path: Path) -> None:
+    filled(path, 20)
+    path.write_bytes(b"\0" * 100 + path.read_bytes()[100:])
+    spool = Spool(path)
+    assert spool.count("ledger") == 0
+    assert spool.quarantined_total == 1
+    spool.settle(make_event(3)).result()
+    spool.close()
+    assert (path.parent / "damaged-1").exists()
+
+
+def test_a_salvage_that_was_killed_is_finished(path: Path) -> None:
+    events = filled(path, 20)
+    whole = path.with_name(path.name + ".salvaged")
+    path.replace(whole)
+    path.write_bytes(b"the damaged one")
+    path.with_name(path.name + "-wal").write_bytes(b"its log")
+    spool = Spool(path)
+    assert spool.pending("clickhouse", 100) == events
+    spool.close()
+    assert not whole.exists()
+
+
 def test_one_owner(path: Path, spool: Spool) -> None:
     with pytest.raises(Locked):
         Spool(path)

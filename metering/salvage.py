@@ -1,0 +1,103 @@
+"""What can be saved of a spool file whose pages are damaged.
+
+Knows: how to read around damage, and how to put a new file in the old one's place so that a kill at any point
+loses nothing: `.salvaging` is being written, `.salvaged` is whole and wins over the old file, which is kept in
+`damaged-N/`. Does not know: who was given which event; all of them are handed out again, and consumers count them
+once. What cannot be read the journal still has, unless it retired the request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from metering.events import decode
+from metering.lock import fsync_folder
+
+_SIDES = ("-wal", "-shm")
+_SINGLE_STEPS = 64  # past an unreadable row go on by ones, then by doubles: a page holds a few dozen rows
+
+
+def adopt(path: Path) -> None:
+    """Finish a salvage that was killed after its file was whole."""
+    whole = path.with_name(path.name + ".salvaged")
+    if whole.exists():
+        for side in _SIDES:  # the old file's log must never be applied to the new one
+            path.with_name(path.name + side).unlink(missing_ok=True)
+        whole.replace(path)
+        fsync_folder(path.parent)
+
+
+def salvage(path: Path, schema: str, consumers: tuple[str, ...], reason: str) -> int:
+    """Replace a damaged spool by one with every row that can be read; returns how many.
+
+    Raises `OSError` or `sqlite3.Error` with the damaged file where it was.
+    """
+    _keep(path)
+    draft = path.with_name(path.name + ".salvaging")
+    draft.unlink(missing_ok=True)
+    saved = 0
+    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as db:
+        db.execute("PRAGMA synchronous = FULL")
+        db.executescript(schema)
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("INSERT INTO quarantine VALUES (0, ?, ?, ?, ?)", (b"", f"file damaged: {reason}", b"", b""))
+        for digest, body in _readable(path):
+            saved += _insert(db, digest, body, consumers)
+        db.execute("COMMIT")
+    draft.replace(path.with_name(path.name + ".salvaged"))
+    fsync_folder(path.parent)
+    adopt(path)
+    return saved
+
+
+def _keep(path: Path) -> None:
+    number = 1 + len(list(path.parent.glob("damaged-*")))
+    folder = path.parent / f"damaged-{number}"
+    folder.mkdir()
+    for side in ("", *_SIDES):
+        source = path.with_name(path.name + side)
+        if source.exists():
+            shutil.copy2(source, folder / source.name)
+
+
+def _insert(db: sqlite3.Connection, digest: bytes, body: bytes, consumers: tuple[str, ...]) -> bool:
+    if hashlib.sha256(body).digest() != digest:
+        return False
+    try:
+        event = decode(body)
+    except msgspec.MsgspecError:
+        return False
+    seq = db.execute(
+        "INSERT OR IGNORE INTO settled (event_id, digest, body) VALUES (?, ?, ?) RETURNING seq",
+        (event.event_id, digest, body),
+    ).fetchone()
+    if seq is None:
+        return False
+    db.execute("INSERT INTO known VALUES (?, ?)", (event.event_id, digest))
+    db.executemany("INSERT INTO delivery VALUES (?, ?, ?)", [(consumer, seq[0], event.ts_us) for consumer in consumers])
+    return True
+
+
+def _readable(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """(digest, body) of every row that SQLite can still reach."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        last, tries = 0, 0
+        while last < 1 << 62:
+            found = False
+            try:
+                sql = "SELECT seq, digest, body FROM settled NOT INDEXED WHERE seq > ? ORDER BY seq"
+                for seq, digest, body in db.execute(sql, (last,)):
+                    found, last, tries = True, seq, 0
+                    if isinstance(digest, bytes) and isinstance(body, bytes):
+                        yield digest, body
+                return
+            except sqlite3.DatabaseError:
+                tries = 0 if found else tries + 1
+                last += 1 if tries < _SINGLE_STEPS else 1 << min(tries - _SINGLE_STEPS, 61)
