@@ -2,7 +2,7 @@
 
 Knows: commands, flags and which columns to show. Does not know how anything is done: each command but `serve` and
 `migrate` is a call of the admin API, a running server's or, when none runs, the same app's opened here on the data
-folder (`gateway.admin.client`). A failure is one sentence on standard error and exit code 1; wrong use of a command
+folder (`gateway.client`). A failure is one sentence on standard error and exit code 1; wrong use of a command
 is exit code 2.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from gateway import settings as settings_module
-from gateway.admin.client import AdminClient, CallFailed, connect
-from gateway.admin.printing import Printer
+from gateway.client import AdminClient, CallFailed, connect
+from gateway.printing import Printer
 from gateway.settings import SettingsError
 
 TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
@@ -212,10 +212,7 @@ def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
 @_admin
 def tenant_update(api: AdminClient, printer: Printer, tenant_id: str, **fields: Any) -> None:
     """Change what is given; limits are replaced as a whole."""
-    changes = _given(**fields)
-    if not changes:
-        raise click.UsageError("Give at least one thing to change.")
-    printer.show(api.patch("/tenants/{}", tenant_id, body=changes), TENANT)
+    printer.show(api.patch("/tenants/{}", tenant_id, body=_given(**fields)), TENANT)
 
 
 @main.group()

@@ -127,7 +127,7 @@ def test_a_whole_customer_beside_a_running_server(server: Cli, real_server: Serv
     ("arguments", "told"),
     [
         (("tenant", "show", "nobody"), "nobody"),
-        (("balance", "../../keys"), "tenant"),
+        (("balance", "../../keys"), "nothing at this URL"),
         (("credit", "grant", "nobody", "ten", "--reason=x"), "amount"),
         (("price", "set", "*", "--prompt=-1", "--cached=0", "--completion=0"), "per_million.prompt"),
         (("usage", "--start=yesterday"), "start"),
@@ -142,7 +142,6 @@ def test_a_refusal_is_one_sentence(server: Cli, arguments: tuple[str, ...], told
     "arguments",
     [
         ("tenant", "create", "X", "--limit", "fast"),
-        ("tenant", "update", "x"),
         ("credit", "grant", "x", "1"),
         ("usage", "--bucket=week"),
         ("nonsense",),
@@ -213,6 +212,7 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_help_does_not_load_the_engine_or_the_stores() -> None:
-    code = "import sys, gateway.cli; print([name for name in ('torch', 'clickhouse_connect') if name in sys.modules])"
+    heavy = ("torch", "clickhouse_connect", "litestar", "sqlalchemy")
+    code = f"import sys, gateway.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
