@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.core import EngineCore, build
 from engine.tokens import Tokenizer
 from engine.types import EngineConfig
-from tests.generation import greedy, run, transformers_greedy
+from tests.generation import greedy, run, transformers_greedy_batch
 from tests.peft_adapters import make_adapter, peft_models, refer
 
 TOKENS = 32
@@ -42,6 +44,14 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    """The engine's number of threads is the process's: give other tests theirs back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def prompts(default_model: Path) -> list[list[int]]:
     """Twenty: chats and plain text, from one token to about two hundred."""
@@ -51,9 +61,15 @@ def prompts(default_model: Path) -> list[list[int]]:
 
 
 def core(model: Path, **changes: Any) -> EngineCore:
-    return build(
-        EngineConfig(model=str(model), dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8, **changes)
-    )
+    """One thread: two stall each other whenever something else runs on the machine."""
+    fields: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "threads": 1,
+    }
+    return build(EngineConfig(model=str(model), **(fields | changes)))
 
 
 def test_twenty_prompts_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
@@ -62,8 +78,7 @@ def test_twenty_prompts_equal_transformers(default_model: Path, prompts: list[li
     requests = [greedy(str(index), prompt, TOKENS) for index, prompt in enumerate(prompts)]
     tokens, _ = run(core(default_model, max_num_batched_tokens=48), requests)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
-    for index, prompt in enumerate(prompts):
-        expected, _ = transformers_greedy(model, prompt, TOKENS)
+    for index, expected in enumerate(transformers_greedy_batch(model, prompts, TOKENS)):
         assert tokens[str(index)] == expected, f"prompt {index}"
 
 
@@ -84,7 +99,7 @@ def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: li
 
 
 def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]]) -> None:
-    folders = sorted(path.parent for path in Path("examples/adapters").glob("*/adapter_config.json"))
+    folders = sorted(path.parent for path in (Path(__file__).parents[2] / "examples/adapters").glob("*/adapter_config.json"))
     assert len(folders) == 3
     compare_with_peft(default_model, folders, prompts[:6])
 
@@ -99,14 +114,14 @@ def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]
     requests = [greedy(key, prompt, TOKENS, adapter=refs.get(key.split()[0])) for key, prompt in asked.items()]
     tokens, _ = run(engine, requests, apart=2)
     reference = peft_models(model, folders)
-    for key, prompt in asked.items():
-        name = key.split()[0]
-        if name == "base":
-            with reference.disable_adapter():
-                expected, _ = transformers_greedy(reference, prompt, TOKENS)
-        else:
-            reference.set_adapter(name)
-            expected, _ = transformers_greedy(reference, prompt, TOKENS)
-        assert tokens[key] == expected, key
+    for name in names:
+        keys = [key for key in asked if key.split()[0] == name]
+        with contextlib.ExitStack() as stack:
+            if name == "base":
+                stack.enter_context(reference.disable_adapter())
+            else:
+                reference.set_adapter(name)
+            expected = transformers_greedy_batch(reference, [asked[key] for key in keys], TOKENS)
+        assert [tokens[key] for key in keys] == expected, name
     plain = {key.split()[1]: value for key, value in tokens.items()}
     assert len({tuple(value) for value in plain.values()}) > len(prompts)  # adapters change what is said
