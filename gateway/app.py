@@ -27,7 +27,7 @@ from gateway.capture import Capture
 from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
 from gateway.idempotency import Idempotency
-from gateway.ids import uuid7
+from gateway.ids import REQUEST_ID, exchange_id
 from gateway.limits import Limits
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions
@@ -38,8 +38,6 @@ from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from metering.journal import Journal
 from metering.spool import Spool
-
-REQUEST_ID = "x-request-id"
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -103,7 +101,7 @@ def create_gateway(
     )
     health = Health(engine=engine, spool=spool, capture=capture, admission=admission, cache_s=settings.ready_cache_s)
     telemetry.sample_with(lambda: sample(telemetry, engine, spool, capture, clock_us))
-    app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin, clock_us=clock_us)
+    app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin)
     return Gateway(app, edge, admission, capture, telemetry)
 
 
@@ -114,14 +112,13 @@ def create_app(
     health: Health,
     telemetry: Telemetry,
     admin: AdminState | None,
-    clock_us: Callable[[], int] = now_us,
 ) -> Litestar:
     """All routes over the given parts."""
 
     async def before_send(message: Message, scope: Scope) -> None:
         if message["type"] == "http.response.start":
             headers = MutableScopeHeaders.from_message(message)
-            headers[REQUEST_ID] = request_id(scope, clock_us)
+            headers[REQUEST_ID] = exchange_id(scope)
             telemetry["meterhouse_http_responses_total"].labels(str(message["status"])).inc()
 
     routes: list[Any] = [
@@ -154,12 +151,12 @@ def create_app(
     )
 
 
-def create_admin_app(settings: Settings, admin: AdminState, clock_us: Callable[[], int] = now_us) -> Litestar:
+def create_admin_app(settings: Settings, admin: AdminState) -> Litestar:
     """The admin API alone, for a command line beside no server."""
 
     async def before_send(message: Message, scope: Scope) -> None:
         if message["type"] == "http.response.start":
-            MutableScopeHeaders.from_message(message)[REQUEST_ID] = request_id(scope, clock_us)
+            MutableScopeHeaders.from_message(message)[REQUEST_ID] = exchange_id(scope)
 
     return Litestar(
         route_handlers=[admin_router(admin)],
@@ -170,15 +167,6 @@ def create_admin_app(settings: Settings, admin: AdminState, clock_us: Callable[[
         debug=False,
         logging_config=None,
     )
-
-
-def request_id(scope: Scope, clock_us: Callable[[], int] = now_us) -> str:
-    """The id of one HTTP exchange, for its response and the log; minted once."""
-    state = scope["state"]
-    found = state.get(REQUEST_ID)
-    if found is None:
-        found = state[REQUEST_ID] = "req_" + uuid7(clock_us()).replace("-", "")
-    return str(found)
 
 
 def _constant(value: Any) -> Provide:

@@ -214,6 +214,19 @@ class Capture:
         self._telemetry.settled(event.endpoint, event.outcome.value, reason, live.counts)
         self._telemetry["vllm:e2e_request_latency_seconds"].observe(event.duration_us / 1e6)
         self._telemetry["vllm:request_queue_time_seconds"].observe(event.queue_us / 1e6)
+        log.info(
+            "request_settled",
+            request_id=event.event_id,
+            tenant=event.tenant,
+            model=event.model,
+            outcome=event.outcome.value,
+            finish_reason=event.finish_reason,
+            prompt=event.prompt_tokens,
+            cached=event.cached_tokens,
+            completion=event.completion_tokens,
+            ttft_us=event.ttft_us,
+            duration_us=event.duration_us,
+        )
 
     async def close(self) -> None:
         """Stop waiting for what the disk refuses; the journal has it for the next start."""

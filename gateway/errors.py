@@ -38,6 +38,7 @@ from litestar.exceptions import HTTPException, ValidationException
 from billing import errors as billing
 from billing.money import MoneyError
 from engine import types as engine
+from gateway.ids import exchange_id
 from metering import spool
 
 log = structlog.get_logger(__name__)
@@ -273,5 +274,12 @@ def handle(request: Request[Any, Any, Any], error: Exception) -> Response[dict[s
     answer = api_error(error)
     if answer.status >= 500:
         cause = error if not isinstance(error, ApiError) else error.__cause__
-        log.error("request_failed", status=answer.status, code=answer.code, path=request.url.path, exc_info=cause)
+        log.error(
+            "request_failed",
+            request_id=exchange_id(request.scope),
+            status=answer.status,
+            code=answer.code,
+            path=request.url.path,
+            exc_info=cause,
+        )
     return Response(envelope(answer), status_code=answer.status, headers=answer.headers, media_type="application/json")
