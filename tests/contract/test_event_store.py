@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -148,6 +149,16 @@ def test_the_chain_finds_what_was_changed(store: EventStore, ledger_url: str, st
     with pytest.raises(LedgerCorrupt) as caught:
         store.verify_chain()
     assert caught.value.seq == seq
+
+
+def test_the_chain_finds_a_row_that_was_rewritten_with_its_hash(store: EventStore, ledger_url: str) -> None:
+    rows = append(store, *(event() for _ in range(3)))
+    forged = msgspec.structs.replace(rows[1], payload='"forged"')
+    digest = billing.store._chain(rows[0].hash, forged.content())
+    tamper(ledger_url, f"UPDATE events SET payload = '\"forged\"', hash = '{digest}' WHERE seq = 2")
+    with pytest.raises(LedgerCorrupt) as caught:
+        store.verify_chain()
+    assert caught.value.seq == 3
 
 
 def test_a_store_that_is_not_migrated_says_so(postgres_url: str, tmp_path: object) -> None:

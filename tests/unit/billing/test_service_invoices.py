@@ -22,6 +22,7 @@ from billing.errors import (
 )
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
 from billing.service import Idempotency
+from billing.store import EventStore
 
 HOUR_US = 3_600_000_000
 FOREVER = 2**62
@@ -379,6 +380,58 @@ def test_an_invoice_cut_while_this_one_was_being_cut_is_noticed(house: Any) -> N
         draft(house, second, usage=Interrupting())
     assert draft(house, second).event_count == 0
     assert sum(one.event_count for one in house.billing.invoices()) == 1
+
+
+def test_the_same_period_cut_twice_at_once_overlaps(house: Any) -> None:
+    span = period(house)
+    other = house.open()
+
+    class Interrupting:
+        def events(self, *args: Any, **more: Any) -> Any:
+            if not other.invoices():
+                other.draft_invoice("acme", *span, usage=house.shelf, watermark_us=FOREVER)
+            return house.shelf.events(*args, **more)
+
+    with pytest.raises(PeriodOverlaps):
+        draft(house, span, usage=Interrupting())
+
+
+def test_usage_recorded_while_the_ledger_is_read_for_a_cut_is_billed_once(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = period(house)
+    house.use(prompt=1, completion=0)
+    late = house.event(prompt=2, completion=0)
+    scan = EventStore.scan
+
+    def interrupted(self: EventStore, *args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        house.shelf.kept.append(late)
+        house.billing.record([late])
+        return scan(self, *args, **more)
+
+    monkeypatch.setattr(EventStore, "scan", interrupted)
+    invoice = draft(house, span)
+    after = draft(house, (span[1], span[1] + HOUR_US))
+    assert [sum(line.quantity for line in one.lines) for one in (invoice, after)] == [3, 0]  # cut again, behind it
+
+
+def test_a_cut_reads_far_enough_back_over_months(house: Any) -> None:
+    """Late usage recorded long before the period, and what a void invoice had long ago, are found."""
+    month = 30 * 24 * HOUR_US
+    start = house.clock.now_us
+    spans = [(start + n * month, start + (n + 1) * month) for n in range(6)]
+    house.use(prompt=1, completion=0)
+    late = house.event(prompt=2, completion=0)
+    first = draft(house, spans[0])
+    house.shelf.kept.append(late)
+    house.billing.record([late])
+    house.clock.now_us = spans[3][1]
+    far = draft(house, spans[3])  # two months were never invoiced
+    assert [(line.late_of, line.quantity) for line in far.lines] == [(first.id, 2)]
+    house.billing.void_invoice(far.id)
+    later = draft(house, spans[5])
+    assert [(line.late_of, line.quantity) for line in later.lines] == [(first.id, 2)]
 
 
 def test_the_digest_says_what_exactly_was_invoiced(house: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from billing.errors import Conflict, InsufficientCredits, Invalid, NoPrice, NotFound
 from billing.service import Billing, Hold, Idempotency
-from billing.store import EventStore
+from billing.store import EventStore, Log
 from metering.events import Outcome, UsageEvent, decode, encode
 
 MILLION = 10**6
@@ -96,6 +96,14 @@ def test_settle_and_record_charge_once_in_any_order(house: Any, order: str) -> N
     assert balance(house) == (USD, cost, 0, USD - cost)
     assert rated_rows(house) == [f"usage:{event.event_id}"]
     assert house.billing.alarms() == {}
+
+
+def test_a_charge_recorded_before_it_is_settled_here_takes_the_holds_place(house: Any) -> None:
+    house.billing.grant_credit("acme", "1", "usd", "trial")
+    event = house.event()
+    house.billing.open_hold("acme", event.event_id, quote(house), 10, 50)
+    house.billing.record([event])
+    assert balance(house) == (USD, 20 * 10**9, 0, USD - 20 * 10**9)
 
 
 def test_case_22b_a_reservation_whose_settlement_failed_is_neither_lost_nor_doubled_nor_stuck(
@@ -217,6 +225,16 @@ def test_what_costs_nothing_needs_no_money(house: Any) -> None:
     assert balance(house) == (0, 0, 0, 0)
 
 
+def test_what_costs_nothing_runs_also_on_a_balance_below_zero(house: Any) -> None:
+    house.set_price("free", "0", "0", "0")
+    house.use()  # nothing was granted
+    assert balance(house)[3] < 0
+    rate = house.billing.quote("acme", "free", "base", house.clock())
+    assert house.billing.open_hold("acme", "r1", rate, 10, 10) == Hold(10, True)
+    with pytest.raises(InsufficientCredits):
+        house.billing.open_hold("acme", "r2", quote(house), 0, 1)
+
+
 def test_a_partly_computed_prompt_frees_only_what_is_certain(house: Any) -> None:
     house.billing.grant_credit("acme", "1", "usd", "trial")
     rate = quote(house)
@@ -263,6 +281,26 @@ def test_a_price_does_not_reach_a_request_quoted_before_it_by_a_faster_clock(hou
     house.clock.now_us = ahead - 1  # the price is set within the same microsecond
     house.set_price(prompt="9")
     assert house.billing.quote("acme", "base", "base", ahead) == before
+
+
+def test_requests_wait_while_a_price_is_written(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one could be quoted by the old book and charged by the new one."""
+    quoted: list[int] = []
+    threads: list[threading.Thread] = []
+    append = Log.append
+
+    def slow_append(self: Log, *args: Any, **more: Any) -> Any:
+        thread = threading.Thread(target=lambda: quoted.append(quote(house).prompt))
+        thread.start()
+        threads.append(thread)
+        thread.join(0.2)
+        assert quoted == []
+        return append(self, *args, **more)
+
+    monkeypatch.setattr(Log, "append", slow_append)
+    house.set_price(prompt="9")
+    threads[0].join(10)
+    assert quoted == [9 * 10**9]
 
 
 def test_a_report_about_the_future_does_not_delay_the_next_price(house: Any) -> None:
