@@ -95,4 +95,8 @@ def _yarn(rope: RopeConfig, inverse: torch.Tensor, head_dim: int) -> torch.Tenso
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return inverse / rope.factor * ramp + inverse * (1 - ramp)
+    # In transformers' order: at position 100,000 one unit in the last place of a frequency is 0.01 radians.
+    kept = 1 - ramp
+    period = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    interpolated: torch.Tensor = 1.0 / (rope.factor * period) * (1 - kept)
+    return interpolated + inverse * kept
