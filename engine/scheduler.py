@@ -7,7 +7,8 @@ Does not know: torch, clocks, text, why a sequence ends.
 
 Out of blocks, the youngest running sequence is preempted: its blocks are freed, its tokens kept, and it
 computes them again later, at our cost. The oldest that may run can therefore always run, and since no
-sequence is taken in that could not fit the pool alone, work never stops.
+sequence is taken in that could not fit the pool alone, work never stops. A waiting sequence comes in when all
+its tokens fit, so one just preempted never comes straight back: less is free than it held.
 
 A request at its token ceiling is paused: it keeps its blocks, but they are the first to be taken.
 Choices after the first wait until the first has computed the prompt, then share its full blocks and copy
@@ -103,12 +104,9 @@ class Scheduler:
         plan = StepPlan()
         budget = self._budget
         planned: dict[str, int] = {}  # tokens to be sampled in this step, of requests under a ceiling
-        preemptions = self.stats.preemptions
         for sequence in list(self._running):
             if sequence.status is Status.RUNNING:  # an older one may have preempted it a moment ago
                 budget -= self._continue(plan, sequence, budget, planned)
-        if self.stats.preemptions != preemptions:
-            return plan  # who was just preempted must not come straight back for the same blocks
         while budget > 0 and (head := self._head()) is not None:
             taken = self._admit(plan, head, budget, planned)
             if taken == 0:
@@ -215,7 +213,7 @@ class Scheduler:
             self._resumed.remove(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = 0
 
     # Waiting sequences
 

@@ -123,6 +123,17 @@ def test_the_youngest_is_preempted_and_comes_back_with_its_tokens_and_counts() -
     assert bench.scheduler.stats.prefix_queries == 6
 
 
+def test_the_preempted_come_first_and_nobody_passes_them() -> None:
+    bench = Bench(blocks=4, size=2)
+    bench.add([1, 1, 1], tenant="a")
+    bench.add([2, 2, 2], tenant="b")
+    bench.step()
+    bench.step()
+    bench.add([3], tenant="c")
+    assert said(bench.step()) == [("r1", 4, 1, True)]
+    assert bench.scheduler.num_waiting == 2
+
+
 def test_a_preempted_prefill_reuses_no_more_than_it_had() -> None:
     bench = Bench(size=2, budget=10)
     bench.add([1] * 8)
