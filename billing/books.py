@@ -17,6 +17,7 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
+from billing.errors import LedgerUnavailable
 from billing.invoice import InvoiceFact, Invoices
 from billing.ledger import CreditGranted, Ledger, LedgerFact, UsageRated, UsageUnrated
 from billing.prices import PriceBook, PriceSet
@@ -38,8 +39,11 @@ def new_event(
 
 
 def fact_of(row: StoredEvent) -> Fact:
-    """The fact of a stored row. Raises `msgspec.ValidationError` for a row that this code is too old for."""
-    return _decoder.decode(row.payload)
+    """The fact of a stored row. Raises `LedgerUnavailable` for a row that this code is too old to understand."""
+    try:
+        return _decoder.decode(row.payload)
+    except msgspec.DecodeError:
+        raise LedgerUnavailable(f"this version does not understand event {row.seq} of the ledger") from None
 
 
 class Books:

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from billing.accounts import TenantStatus
-from billing.errors import Conflict, IdempotencyConflict, Invalid, NotFound, UnknownModel
+from billing.errors import Conflict, IdempotencyConflict, Invalid, LedgerUnavailable, NotFound, UnknownModel
 from billing.service import Idempotency
+from billing.store import NewEvent
 
 
 def once(key: str = "key-1", payload_hash: str = "h1", actor: str = "alice") -> Idempotency:
@@ -247,3 +248,11 @@ def test_another_process_sees_it_after_refresh(either_house: Any) -> None:
     house.billing.create_tenant(id="two", name="Two")
     with pytest.raises(Conflict):
         other.create_tenant(id="two", name="Too late")
+
+
+@pytest.mark.parametrize("payload", ['{"type":"from.the.future"}', '{"type":"key.created"}', "no json"])
+def test_a_ledger_that_this_version_does_not_understand_is_not_served(house: Any, payload: str) -> None:
+    with house.billing._store.exclusive() as log:
+        log.append([NewEvent(stream="x", type="t", payload=payload)], actor="a", time_us=1)
+    with pytest.raises(LedgerUnavailable, match="does not understand event 3"):
+        house.restart()
