@@ -82,7 +82,7 @@ def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> 
         "",
         f"  python -c \"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='{keys[first]}')"
         f".chat.completions.create(model='{model}', messages=[dict(role='user', content='Hello!')],"
-        "max_tokens=60)"
+        "temperature=0.2, max_tokens=60)"
         '.choices[0].message.content)"',
         "",
     ]
