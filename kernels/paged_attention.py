@@ -3,7 +3,8 @@
 Source: PagedAttention (https://arxiv.org/abs/2309.06180) with grouped query heads (https://arxiv.org/abs/2305.13245)
 and the online softmax of FlashAttention (https://arxiv.org/abs/2205.14135).
 
-Every form: `query` [tokens, heads, head_dim], rows of one sequence side by side; `cache` [blocks, block_size,
+Every form: `query` [tokens, heads, head_dim], rows of one sequence side by side, each row contiguous but not the
+whole (it is a part of the fused projection); `cache` [blocks, block_size,
 2 * kv_heads, head_dim], a token's key heads, then its value heads, this step's keys and values already written;
 returns [tokens, heads, head_dim]. With a `window` a token sees itself and the window - 1 tokens before it.
 
@@ -38,7 +39,7 @@ def reference(
 ) -> torch.Tensor:
     """The oracle: one sequence at a time, softmax in float32."""
     kv_heads = cache.shape[2] // 2
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
     row = 0
     for count, context, table in zip(batch.counts, batch.contexts, batch.tables, strict=True):
         kv = cache[torch.tensor(table, device=cache.device)].flatten(0, 1)[:context].to(torch.float32)
@@ -82,7 +83,7 @@ def cpu(
         groups = batch.prepared[window] = _groups(query, cache, batch, window)
     if len(groups) == 1 and groups[0].queries is None:
         return _attend(groups[0], query, cache, scale)
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
     for group in groups:
         assert group.queries is not None  # only a group alone has none
         result = _attend(group, query[group.queries], cache, scale)
@@ -214,7 +215,7 @@ def triton(
     if prepared is None:
         prepared = batch.prepared["tiles"] = _tiles(batch, block_m // shared, query.device)
     tiles, tables = prepared
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
     if len(tiles):
         kernel[(len(tiles), kv_heads)](
             out,
@@ -223,6 +224,7 @@ def triton(
             tables,
             tiles,
             scale,
+            query.stride(0),
             tables.stride(0),
             kv_heads,
             shared,
@@ -264,6 +266,7 @@ def kernel(
     tables: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
+    query_stride: tl.tensor,
     table_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -287,9 +290,10 @@ def kernel(
     lane = tl.arange(0, BLOCK_D)
     row = pair // SHARED
     at = position + row
-    place = ((start + row) * KV_HEADS * SHARED + head * SHARED + pair % SHARED) * SIZE
+    place = (head * SHARED + pair % SHARED) * SIZE
     held = (row < rows)[:, None] & (lane < SIZE)[None, :]
-    q = tl.load(query + place[:, None] + lane[None, :], mask=held, other=0.0)
+    source = query + (start + row) * query_stride + place
+    q = tl.load(source[:, None] + lane[None, :], mask=held, other=0.0)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -321,4 +325,5 @@ def kernel(
         mixed = mixed * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = new
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place[:, None] + lane[None, :], mixed.to(q.dtype), mask=held)
+    target = out + (start + row) * KV_HEADS * SHARED * SIZE + place
+    tl.store(target[:, None] + lane[None, :], mixed.to(q.dtype), mask=held)

@@ -19,7 +19,10 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch
 def attention(
     sizes: Sequence[tuple[int, int]], *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scattered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Query, cache and batch for sequences of (rows, context); every block no sequence owns is NaN."""
+    """Query, cache and batch for sequences of (rows, context); every block no sequence owns is NaN.
+
+    The query is a part of the fused projection, as in the model.
+    """
     needs = [-(-context // BLOCK_SIZE) for _, context in sizes]
     blocks = sum(needs) + 3
     order = list(range(blocks))
@@ -32,8 +35,12 @@ def attention(
     cache = numbers(blocks, BLOCK_SIZE, 2 * kv_heads, head_dim, seed=1, dtype=dtype)
     cache[torch.tensor(order)] = float("nan")
     counts = [count for count, _ in sizes]
-    query = numbers(sum(counts), heads, head_dim, seed=2, dtype=dtype)
-    return query, cache, AttentionBatch(counts=counts, contexts=[context for _, context in sizes], tables=tables)
+    fused = numbers(sum(counts), heads + 2 * kv_heads, head_dim, seed=2, dtype=dtype)
+    return (
+        fused[:, :heads],
+        cache,
+        AttentionBatch(counts=counts, contexts=[context for _, context in sizes], tables=tables),
+    )
 
 
 def lora(

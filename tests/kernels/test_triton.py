@@ -52,13 +52,29 @@ KERNELS: dict[str, tuple[Any, dict[str, str | int | bool]]] = {
     "paged_attention decode": (
         paged_attention.kernel,
         {"out": "*x", "query": "*x", "cache": "*x", "tables": "*i32", "tiles": "*i32", "scale": "fp32"}
-        | {"table_stride": "i32", "KV_HEADS": 3, "SHARED": 3, "SIZE": 64, "BLOCK_SIZE": 16, "WINDOW": 0}
+        | {
+            "query_stride": "i32",
+            "table_stride": "i32",
+            "KV_HEADS": 3,
+            "SHARED": 3,
+            "SIZE": 64,
+            "BLOCK_SIZE": 16,
+            "WINDOW": 0,
+        }
         | {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 64},
     ),
     "paged_attention prefill, window": (
         paged_attention.kernel,
         {"out": "*x", "query": "*x", "cache": "*x", "tables": "*i32", "tiles": "*i32", "scale": "fp32"}
-        | {"table_stride": "i32", "KV_HEADS": 8, "SHARED": 4, "SIZE": 128, "BLOCK_SIZE": 16, "WINDOW": 4096}
+        | {
+            "query_stride": "i32",
+            "table_stride": "i32",
+            "KV_HEADS": 8,
+            "SHARED": 4,
+            "SIZE": 128,
+            "BLOCK_SIZE": 16,
+            "WINDOW": 4096,
+        }
         | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 128},
     ),
     "lora shrink": (

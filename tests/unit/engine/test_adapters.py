@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,11 @@ def refused(folder: Path, model: ModelConfig, words: str, **options: Any) -> Non
         read(folder, model, **options)
     assert words in str(caught.value)
     assert "secret-place" not in str(caught.value)
+
+
+def test_a_digest_is_taken_without_torch(folder: Path) -> None:
+    """The gateway takes it, and has no use for torch's memory."""
+    program = f"import engine.adapters as a, sys, pathlib; print(a.digest_folder(pathlib.Path({str(folder)!r})))"
+    program += "; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == digest_folder(folder), done.stderr
