@@ -23,7 +23,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH_VERSION = "2.13.0"
 NEEDED_GB = {"serve": 4, "test": 6}
-EXTRAS = {"serve": [], "test": ["test"]}
+EXTRAS = {"serve": ["client"], "test": ["test"]}  # `client`: for the Python line that the server prints
 
 
 class InstallError(Exception):
@@ -94,8 +94,7 @@ def install_packages(kind: str) -> None:
     """PyTorch first, so that nothing else chooses its build; then Meterhouse with the versions we test with."""
     extras = EXTRAS[kind] + (["gpu"] if has_gpu() else [])
     pip(torch_requirement(), what="installing PyTorch")
-    target = f".[{','.join(extras)}]" if extras else "."
-    pip("-c", "constraints.txt", "-e", target, what="installing Meterhouse")
+    pip("-c", "constraints.txt", "-e", f".[{','.join(extras)}]", what="installing Meterhouse")
 
 
 def apt_install(package: str) -> None:
