@@ -58,6 +58,10 @@ from engine.wire import (
 
 log = logging.getLogger(__name__)
 
+CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Defaults of the child's environment. Its threads share the cores with the gateway: a barrier that spins waits out the
+scheduler's tick for a thread whose core is taken (milliseconds, hundreds of times a step), one that sleeps does not."""
+
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 5.0
 PAUSE_FIRST_S = 0.1
@@ -344,6 +348,7 @@ class EngineProcess:
                 stdout=2,  # a library that prints must not write into the gateway's output
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # signals to the gateway's group are for the gateway to act on
+                env={**CHILD_ENVIRONMENT, **os.environ},
             )
             _, link = await loop.create_unix_connection(lambda: _Link(self._heard, self._lost), sock=ours)
         except BaseException:
