@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import click
 from gateway import settings as settings_module
 from gateway.client import AdminClient, CallFailed, connect
 from gateway.printing import Printer
-from gateway.settings import SettingsError
+from gateway.settings import Settings, SettingsError
 
 TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
 KEY = ("id", "tenant", "name", "prefix", "created_at", "revoked_at")
@@ -70,7 +71,7 @@ _config = click.option(
 
 def _flag(field: settings_module.Field) -> Decorator:
     """The flag of a setting. Its text goes on unread: the settings room checks all sources alike."""
-    default = "" if field.default is None else f" [default: {field.default}]"
+    default = "" if field.default is None or field.type is bool else f" [default: {field.default}]"
     switch: dict[str, Any] = {"is_flag": True, "flag_value": "true"} if field.type is bool else {}
     return click.option(
         field.flag,
@@ -110,7 +111,7 @@ def _admin(function: Callable[..., None]) -> Callable[..., None]:
         **arguments: Any,
     ) -> None:
         flags = {"host": host, "port": port, "data_dir": data_dir, "admin_key": admin_key}
-        with connect(settings_module.load(flags, config=config)) as api:
+        with connect(settings_module.load(flags, config=config), _open_here) as api:
             function(api, Printer(as_json), **arguments)
 
     return command
@@ -140,29 +141,39 @@ _limit = click.option(
 # --- the server ----------------------------------------------------------------------------------
 
 
+@contextmanager
+def _open_here(settings: Settings) -> Iterator[Any]:
+    """The admin app on the data folder, without an engine. The whole program hangs on it, so it is imported late."""
+    from gateway import lifecycle
+
+    try:
+        with lifecycle.open_admin(settings) as app:
+            yield app
+    except lifecycle.StartError as error:
+        raise CallFailed(str(error)) from None
+
+
 @main.command()
 @_settings_flags()
 def serve(config: Path | None, **flags: str | None) -> None:
-    """Start the gateway and its engine, and serve until SIGINT or SIGTERM."""
-    from gateway import lifecycle  # the whole program hangs on it: the other commands stay quick
+    """Start a server, until SIGINT or SIGTERM."""
+    from gateway import lifecycle
 
     try:
         lifecycle.serve(settings_module.load(flags, config=config))
     except lifecycle.StartError as error:
-        raise click.ClickException(str(error)) from None
+        raise CallFailed(str(error)) from None
 
 
 @main.command()
 @_settings_flags("data_dir", "clickhouse_url", "ledger_url")
 def migrate(config: Path | None, **flags: str | None) -> None:
-    """Bring the usage store and the ledger to this version's schema. `serve` does it by itself."""
-    from gateway import lifecycle
+    """Bring the data to this version's schema.
 
-    try:
-        with lifecycle.open_admin(settings_module.load(flags, config=config)):
-            pass  # opening is what migrates
-    except lifecycle.StartError as error:
-        raise click.ClickException(str(error)) from None
+    `serve` and every other command do it by themselves; the data folder may not be in use.
+    """
+    with _open_here(settings_module.load(flags, config=config)):
+        pass  # opening is what migrates
     click.echo("The usage store and the ledger are up to date.")
 
 
@@ -432,7 +443,10 @@ def _show_invoice(printer: Printer, found: dict[str, Any]) -> None:
 @_end
 @_admin
 def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | None) -> None:
-    """Compare engine, spool, usage store, ledger, invoices and Stripe; exit code 1 when they part."""
+    """Compare all books; exit code 1 when they part.
+
+    Engine's journal = spool and usage store = ledger = invoice lines = Stripe. [default: the last day]
+    """
     report = api.get("/reconcile", query={"start": start, "end": end})
     if printer.as_json:
         printer.json(report)

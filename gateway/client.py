@@ -7,7 +7,7 @@ none runs, the app is opened here on the data folder, without an engine, and spo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +24,7 @@ TIMEOUT = httpx.Timeout(300.0, connect=3.0)  # an export or the unloading of an 
 
 Query = dict[str, str | int | None]
 Send = Callable[[httpx.Request], httpx.Response]
+OpenApp = Callable[[Settings], AbstractContextManager[Any]]  # an ASGI application, for as long as the context lasts
 
 
 class CallFailed(Exception):
@@ -102,12 +103,9 @@ def _reason(response: httpx.Response) -> str:
 
 
 @contextmanager
-def connect(settings: Settings) -> Iterator[AdminClient]:
-    """The API of the server that runs where the settings say; when none does, the data folder's own, opened here.
-
-    Raises `CallFailed`, also when the data folder belongs to a server that listens elsewhere.
-    """
-    opened = _remote(settings) if _answers(settings.base_url) else _in_process(settings)
+def connect(settings: Settings, open_app: OpenApp) -> Iterator[AdminClient]:
+    """The API of the server that runs where the settings say; when none does, the app that `open_app` opens here."""
+    opened = _remote(settings) if _answers(settings.base_url) else _in_process(settings, open_app)
     with opened as client:
         yield client
 
@@ -133,17 +131,12 @@ def _remote(settings: Settings) -> Iterator[AdminClient]:
 
 
 @contextmanager
-def _in_process(settings: Settings) -> Iterator[AdminClient]:
+def _in_process(settings: Settings, open_app: OpenApp) -> Iterator[AdminClient]:
     if not settings.data_dir.is_dir():
         raise CallFailed(
             f"no server answers at {settings.base_url} and there is no data folder {settings.data_dir}: start a server "
             "with `meterhouse serve`, or name another with --host, --port or --data-dir"
         )
-    from gateway.lifecycle import StartError, open_admin  # the whole program hangs on it, a running server needs none
-
-    try:
-        with open_admin(settings) as app, start_blocking_portal() as portal:
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(app))  # type: ignore[arg-type]  # an ASGI app
-            yield AdminClient(settings.base_url, admin_key(settings), partial(portal.call, client.send))
-    except StartError as error:
-        raise CallFailed(str(error)) from None
+    with open_app(settings) as app, start_blocking_portal() as portal:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        yield AdminClient(settings.base_url, admin_key(settings), partial(portal.call, client.send))

@@ -196,6 +196,8 @@ def _row(key: Key, names: tuple[str, ...], sums: Sums) -> UsageRow:
 
 
 def _work(admin: AdminState, query: Query) -> list[UsageRow]:
+    if query.tenant is not None:
+        admin.billing.tenant(query.tenant)  # an unknown one is told, not answered with nothing
     admin.flush(FLUSH_S)
     return usage_rows(query, admin.usage, admin.billing)
 

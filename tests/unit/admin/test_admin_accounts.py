@@ -85,6 +85,8 @@ async def test_a_key_is_shown_once_and_opens_until_it_is_revoked(world: World) -
         ("GET", "/tenants/nobody/adapters"),
         ("DELETE", "/tenants/nobody/adapters/x"),
         ("DELETE", "/keys/nothing"),
+        ("GET", "/usage?tenant=nobody"),
+        ("GET", "/invoices?tenant=nobody"),
         ("GET", "/invoices/nothing"),
         ("POST", "/invoices/nothing/finalize"),
         ("POST", "/invoices/nothing/export"),
