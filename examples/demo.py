@@ -181,9 +181,10 @@ class Admin:
 
 def cast(run: str) -> list[Tenant]:
     """One tenant on the base model and two with adapters of their own, as far as there are any."""
-    folders = sorted(path.parent for path in (ROOT / "examples" / "adapters").glob("*/adapter_config.json"))
+    folders = [ROOT / "examples" / "adapters" / name for name in ("pirate", "haiku")]
+    folders = [folder for folder in folders if (folder / "adapter_config.json").is_file()]
     names = [("acme", "Acme Analytics", None)] + [
-        (folder.name, f"{folder.name.title()} & Sons", folder) for folder in folders[:2]
+        (folder.name, f"{folder.name.title()} & Sons", folder) for folder in folders
     ]
     names += [("globex", "Globex", None), ("initech", "Initech", None)][: 3 - len(names)]
     return [
@@ -413,8 +414,11 @@ def print_usage(tenants: list[Tenant], rows: list[dict[str, Any]]) -> None:
 
 def print_invoice(tenant: Tenant) -> None:
     invoice = tenant.invoice
-    head = f"Invoice {invoice['id']} for {tenant.name} ({invoice['status']}, Stripe {invoice['stripe_invoice_id']})"
-    table = Table(title=head, title_justify="left", box=None, padding=(0, 2, 0, 0), show_footer=True)
+    where = f"Stripe {invoice['stripe_invoice_id']}" if invoice["stripe_invoice_id"] else "not at Stripe"
+    console.print(
+        f"Invoice {invoice['id']} for [bold]{tenant.name}[/bold] ({invoice['status']}, {where})", highlight=False
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
     table.add_column("model", footer="total")
     table.add_column("tokens")
     table.add_column("quantity", justify="right")
@@ -440,7 +444,7 @@ def play(url: str, admin_key: str, stripe_url: str | None) -> None:
     asyncio.run(serve_all(url, tenants))
     for tenant in tenants:
         cut = f", one cut after {tenant.cut_received} tokens" if tenant.cut_received else ""
-        said = " ".join(tenant.answer.split())[:90]
+        said = " ".join(tenant.answer.split())[:70]
         console.print(f"  {tenant.name} ({tenant.model}): {tenant.finished} answers{cut}. “{said}…”", highlight=False)
     rows = settled(admin, tenants, start)
     end = rfc3339(time.time())
