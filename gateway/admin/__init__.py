@@ -44,5 +44,4 @@ def admin_router(state: AdminState) -> Router:
         },
         guards=[admin_guard(state.admin_key, state.billing)],
         before_request=check_body,
-        security=[{"adminKey": []}],
     )
