@@ -17,11 +17,12 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.di import Provide
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
 from litestar.types import Message, Scope
 
 from billing.service import Billing
 from engine.client import Engine
-from gateway.admin import AdminState, admin_router
+from gateway.admin import ADMIN_SCHEME, AdminState, admin_router
 from gateway.admission import Admission
 from gateway.capture import Capture
 from gateway.errors import handle
@@ -143,7 +144,11 @@ def create_app(
         before_send=[before_send],
         request_max_body_size=settings.max_body_bytes,
         openapi_config=OpenAPIConfig(
-            title="Meterhouse", version=product_version(), path="/schema", render_plugins=[JsonRenderPlugin()]
+            title="Meterhouse",
+            version=product_version(),
+            path="/schema",
+            render_plugins=[JsonRenderPlugin()],
+            components=Components(security_schemes={ADMIN_SCHEME: SecurityScheme(type="http", scheme="bearer")}),
         ),
         signature_types=[Edge, Health, Telemetry],
         debug=False,

@@ -39,6 +39,7 @@ from billing import errors as billing
 from billing.money import MoneyError
 from engine import types as engine
 from gateway.ids import exchange_id
+from metering import errors as metering
 from metering import spool
 
 log = structlog.get_logger(__name__)
@@ -249,6 +250,7 @@ _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
     (billing.BillingError, _text(BadRequest)),
     (MoneyError, _text(BadRequest, "invalid_value")),
     (spool.SpoolError, lambda _: Unavailable("Usage cannot be recorded now, so nothing is served.", code="no_spool")),
+    (metering.StoreUnavailable, lambda _: Unavailable("The usage store cannot be reached now.", code="no_store")),
     (engine.PromptTooLong, _text(BadRequest, "context_length_exceeded")),
     (engine.EngineBusy, lambda _: Unavailable("The queue is full; try again shortly.", code="overloaded")),
     (engine.AdapterUnknown, lambda _: Unavailable("The adapter is not loaded now.", code="adapter_unavailable")),

@@ -67,6 +67,7 @@ class Runtime:
     """Engine, stores and application of one server. `start`, then serve `gateway.app`, then `stop`."""
 
     gateway: Gateway
+    admin: AdminState
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Runtime:
         try:
             if fault is not None:
                 raise fault
+            self.admin = admin_state(self.settings, self.stores, self.engine, self._base_model, self._clock_us)
             self.gateway = self._make_gateway()
             await self._load_adapters()
         except BaseException:
@@ -113,7 +115,7 @@ class Runtime:
             journal=self.stores.journal,
             tokenizer=self._tokenizer,
             idempotency=Idempotency(self.stores.answers, self._clock_us),
-            admin=admin_state(self.settings, self.stores, self.engine, self._base_model, self._clock_us),
+            admin=self.admin,
             clock_us=self._clock_us,
         )
 
@@ -135,6 +137,7 @@ class Runtime:
     async def stop(self) -> None:
         """After `drain`: the engine, then the stores, with what is settled delivered."""
         await self.gateway.capture.close()
+        await self.admin.close()
         await self.engine.stop()
         await asyncio.to_thread(self.stores.close)
 
@@ -163,10 +166,15 @@ def admin_state(
 def open_admin(settings: Settings) -> Iterator[Litestar]:
     """The admin API alone over the data folder, with no engine. Raises `StartError` when a server owns the folder."""
     stores = Stores(settings, now_us)
+    base_model = base_model_name(settings)
     with _one_sentence():
-        stores.open(base_model_name(settings))
+        stores.open(base_model)
     try:
-        yield create_admin_app(settings, admin_state(settings, stores, None, base_model_name(settings), now_us))
+        admin = admin_state(settings, stores, None, base_model, now_us)
+        try:
+            yield create_admin_app(settings, admin)
+        finally:
+            asyncio.run(admin.close())
     finally:
         stores.close()
 

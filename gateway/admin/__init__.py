@@ -16,8 +16,9 @@ from gateway.admin.idempotency import provide_idempotency
 from gateway.admin.state import AdminState
 
 PATH = "/admin/v1"
+ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
 
-__all__ = ["PATH", "AdminState", "admin_router"]
+__all__ = ["ADMIN_SCHEME", "PATH", "AdminState", "admin_router"]
 
 
 def admin_router(state: AdminState) -> Router:
@@ -44,4 +45,5 @@ def admin_router(state: AdminState) -> Router:
         },
         guards=[admin_guard(state.admin_key, state.billing)],
         before_request=check_body,
+        security=[{ADMIN_SCHEME: []}],
     )

@@ -234,7 +234,8 @@ class Generation:
     def _error(self, outcome: Outcome, fault: Exception | None) -> ApiError:
         if outcome in _CUT_TEXT:
             return _CUT_TEXT[outcome]()
-        log.error("generation_failed", request_id=self.id, outcome=outcome.value, exc_info=fault)
+        known = isinstance(fault, EngineError)  # its own sentence says it all, and every stream of an engine says it
+        log.error("generation_failed", request_id=self.id, outcome=outcome.value, reason=str(fault), exc_info=not known)
         if fault is None:
             return InternalError("The engine could not go on with this request.")
         return api_error(fault)
