@@ -18,14 +18,14 @@ from typing import Protocol
 import msgspec
 
 from billing.accounts import Tenant
-from billing.errors import Conflict, NotFound, PeriodOverlaps
+from billing.errors import NotFound, PeriodOverlaps
 from billing.money import allocate
 from billing.prices import PriceVersion, TokenClass
 from metering.events import UsageEvent
 
 
 class InvoiceStatus(StrEnum):
-    """draft → finalized → exported; draft or finalized → void."""
+    """draft → finalized → exported; each of them → void."""
 
     DRAFT = "draft"
     FINALIZED = "finalized"
@@ -108,10 +108,15 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 class Exporter(Protocol):
     """Obligations: safe to call again after a kill at any point, with no second invoice and no line twice.
 
-    Raises `StripeNotConfigured` only when nothing was sent, any other `ExportError` when something may have been.
+    Raises `StripeNotConfigured` only when nothing was sent, any other `ExportError` when something may have been, and
+    `Conflict` when the provider's state does not allow it.
     """
 
     def export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult: ...
+
+    def void(self, invoice: Invoice, previous_ids: Mapping[str, str]) -> None:
+        """When it returns, the provider holds nothing for this invoice that anybody could be asked to pay."""
+        ...
 
 
 class UsageSource(Protocol):
@@ -140,7 +145,7 @@ class InvoiceFinalized(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.f
 
 
 class InvoiceExportStarted(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.export_started"):
-    """From here on the provider may hold something: the invoice can no longer be voided here."""
+    """From here on the provider may hold something: a void begins there."""
 
     invoice_id: str
     at_us: int
@@ -213,15 +218,6 @@ class Invoices:
         for invoice in self.of(tenant):
             if invoice.status is not InvoiceStatus.VOID and _overlap(invoice, start_us, end_us):
                 raise PeriodOverlaps(f"invoice {invoice.id} has part of this period")
-
-    def check_voidable(self, invoice_id: str) -> Invoice:
-        """Raise `Conflict` for an invoice the payment provider has, or may have."""
-        invoice = self.get(invoice_id)
-        if invoice.status is InvoiceStatus.EXPORTED:
-            raise Conflict("an exported invoice is not voided here")
-        if invoice.export_started_us is not None:
-            raise Conflict("its export has begun; finish the export first")
-        return invoice
 
     def _change(self, id: str, **changes: object) -> None:
         self.by_id[id] = msgspec.structs.replace(self.by_id[id], **changes)

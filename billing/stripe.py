@@ -1,4 +1,4 @@
-"""Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize.
+"""Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize; and its way back, the void.
 
 Knows: Stripe's invoices, items, customers and idempotency keys. Does not know: usage, prices, when to export.
 The only module that imports the `stripe` package.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import stripe
 
 from billing.accounts import Tenant
-from billing.errors import ExportError, StripeNotConfigured
+from billing.errors import Conflict, ExportError, StripeNotConfigured
 from billing.invoice import ExportResult, Invoice, InvoiceLine
 from billing.money import format_minor, format_price
 
@@ -36,7 +36,8 @@ RATE_LIMIT_TRIES = 6
 BACKOFF_S = 0.5
 BACKOFF_MAX_S = 16.0
 TIMEOUT_S = 30.0
-RECENT_S = 25 * 3600  # how far back customers are listed; older ones are in Stripe's search index
+RECENT_S = 25 * 3600  # how far back things are listed; older ones are in Stripe's search index
+VOID_LOOKS = 4  # at one Stripe invoice that changes while it is ended
 TEXT_MAX = 500
 
 INVOICE_KEY = "meterhouse_invoice"
@@ -162,7 +163,7 @@ class StripeExporter:
         """One finalized Stripe invoice for ours, made now or by an earlier attempt.
 
         Raises `StripeUnavailable` (begin again later), `StripeRefused` or `StripeMismatch` (a person must look;
-        the draft is left as it is), all of them `ExportError`.
+        the draft is left as it is), all of them `ExportError`; `Conflict` when it was voided in Stripe.
         """
         self._api()  # without a key nothing at all happens
         self._exportable(invoice)
@@ -185,6 +186,20 @@ class StripeExporter:
         return ExportResult(
             stripe_invoice_id=found.id, total_minor=found.total, status=str(found.status), ids=dict(sorted(ids.items()))
         )
+
+    def void(self, invoice: Invoice, previous_ids: Mapping[str, str]) -> None:
+        """End what Stripe holds for ours: a draft is deleted, what is open or uncollectible is voided.
+
+        Looks, acts, and looks again until nothing is left to do, so it can be killed anywhere and begun again. Nothing
+        there, or void already, is well. Raises `Conflict` for a paid one, before anything was ended; otherwise as
+        `export` does.
+        """
+        self._api()  # without a key nothing at all happens
+        held = self._held(invoice, previous_ids.get(invoice.id))
+        for theirs in held:
+            self._not_paid(invoice, theirs)
+        for theirs in held:
+            self._end(invoice, theirs)
 
     def totals(self, invoices: Sequence[Invoice]) -> dict[str, int]:
         """What Stripe holds now: our invoice id → total in minor units.
@@ -286,7 +301,7 @@ class StripeExporter:
             names = ", ".join(sorted(hit.id for hit in standing))
             raise StripeMismatch(f"Stripe holds more than one invoice for {invoice.id}: {names}")
         if not standing and found:
-            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({found[0].id}): it is not made again")
+            raise _voided(invoice, found[0])
         return standing[0] if standing else None
 
     def _items(self, invoice_id: str) -> dict[str, list[stripe.InvoiceItem]]:
@@ -384,7 +399,7 @@ class StripeExporter:
     @staticmethod
     def _check_total(invoice: Invoice, theirs: stripe.Invoice) -> None:
         if theirs.status == "void":
-            raise StripeMismatch(f"invoice {invoice.id} was voided in Stripe ({theirs.id}): it is not made again")
+            raise _voided(invoice, theirs)
         if (theirs.total, theirs.currency) == (invoice.total_minor, invoice.currency):
             return
         ours = f"{format_minor(invoice.total_minor, invoice.currency)} {invoice.currency}"
@@ -394,12 +409,70 @@ class StripeExporter:
             f"(a discount or tax set in Stripe?). {was}"
         )
 
+    # -- the way back ---------------------------------------------------------------------------------------------
+
+    def _held(self, invoice: Invoice, known: str | None) -> list[stripe.Invoice]:
+        """All that Stripe has for ours, whatever its status and whoever its customer is.
+
+        The search index may be a minute behind; the list of what was made lately is not.
+        """
+        if known is not None and (found := self._retrieve(known)) is not None:
+            return [found]
+        clause = f"metadata['{INVOICE_KEY}']:{_quoted(invoice.id)}"
+        hits = self._call(lambda: self._api().invoices.search({"query": clause, "limit": 100})).data
+        since = int(self._clock_s()) - RECENT_S
+        recent = self._call(
+            lambda: list(self._api().invoices.list({"created": {"gte": since}, "limit": 100}).auto_paging_iter())
+        )
+        ids = dict.fromkeys(hit.id for hit in [*hits, *recent] if _tag(hit, INVOICE_KEY) == invoice.id)
+        fresh = (self._retrieve(id) for id in ids)
+        return [theirs for theirs in fresh if theirs is not None]
+
+    def _end(self, invoice: Invoice, theirs: stripe.Invoice) -> None:
+        """Delete or void one, and see that it is so: what it was may have changed since it was looked at."""
+        told: ExportError = StripeUnavailable(f"{theirs.id} keeps changing in Stripe; this can be begun again")
+        for _ in range(VOID_LOOKS):
+            now = self._retrieve(theirs.id)
+            if now is None or now.status == "void":
+                return
+            self._not_paid(invoice, now)
+            if now.status == "paid":
+                return
+            try:
+                self._delete(now.id) if now.status == "draft" else self._void(now.id)
+            except StripeRefused as refused:
+                told = refused
+        raise told
+
+    @staticmethod
+    def _not_paid(invoice: Invoice, theirs: stripe.Invoice) -> None:
+        """Stripe pays an invoice of 0 by itself: nobody did, so it is no hindrance."""
+        if theirs.status == "paid" and theirs.total != 0:
+            raise Conflict(
+                f"invoice {invoice.id} is paid in Stripe ({theirs.id}), so it cannot be voided: what was paid is "
+                "corrected by a credit note, which Meterhouse does not offer yet"
+            )
+
+    def _delete(self, draft_id: str) -> None:
+        self._call(lambda: self._api().invoices.delete(draft_id))  # Stripe takes no key here: deleting twice is once
+
+    def _void(self, invoice_id: str) -> None:
+        def find() -> stripe.Invoice | None:
+            now = self._retrieve(invoice_id)
+            return now if now is not None and now.status in ("void", "paid") else None
+
+        def create(key: str) -> stripe.Invoice:
+            return self._api().invoices.void_invoice(invoice_id, {}, {"idempotency_key": key})
+
+        self._make("void", _key("void", invoice_id), find, create)
+
     # -- one call -------------------------------------------------------------------------------------------------
 
     def _api(self) -> stripe.V1Services:
         if not self._api_key:
             raise StripeNotConfigured(
-                "there is no Stripe key: set STRIPE_API_KEY (or stripe_api_key in meterhouse.toml) to export invoices"
+                "there is no Stripe key: set STRIPE_API_KEY (or stripe_api_key in meterhouse.toml) to export invoices, "
+                "and to void those whose export has begun"
             )
         if self._client is None:
             self._client = stripe.StripeClient(
@@ -465,6 +538,13 @@ class StripeExporter:
         raise AssertionError("the last attempt returns or raises")
 
 
+def _voided(invoice: Invoice, theirs: stripe.Invoice) -> Conflict:
+    return Conflict(
+        f"invoice {invoice.id} was voided in Stripe ({theirs.id}), so it cannot be exported: void it here too, then "
+        "its usage can be invoiced again"
+    )
+
+
 class _KeySpent(Exception):
     """The key will only ever give this error (again); the request behind it is over."""
 
@@ -480,13 +560,13 @@ def _translate(error: stripe.StripeError, keyed: bool) -> NoReturn:
     if isinstance(error, stripe.AuthenticationError | stripe.PermissionError):
         raise StripeRefused(f"Stripe does not accept the key: {message}") from error
     if isinstance(error, stripe.APIConnectionError):
-        raise StripeUnavailable("Stripe could not be reached; the export can be begun again") from error
+        raise StripeUnavailable("Stripe could not be reached; this can be begun again") from error
     body: Any = error.json_body
     if keyed and error.http_status == 500 and isinstance(body, dict) and "error" in body:
         raise _KeySpent(replayed=False) from error
     status = error.http_status or 0
     if status < 400 or status >= 500 or status == 409:  # below 400: an answer that could not be read
-        raise StripeUnavailable(f"Stripe answered {status}; the export can be begun again") from error
+        raise StripeUnavailable(f"Stripe answered {status}; this can be begun again") from error
     if "combine currencies" in message:
         raise StripeRefused(
             f"the Stripe customer is in use with another currency than this invoice's. Stripe says: {message}"

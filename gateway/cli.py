@@ -429,7 +429,7 @@ def _invoice_step(step: str, help: str) -> None:
 
 _invoice_step("finalize", "Make a draft final.")
 _invoice_step("export", "Send a final invoice to Stripe; safe to repeat.")
-_invoice_step("void", "Void an invoice that was not exported.")
+_invoice_step("void", "Void an invoice, in Stripe too if it is there; safe to repeat.")
 
 
 def _show_invoice(printer: Printer, found: dict[str, Any]) -> None:

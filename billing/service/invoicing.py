@@ -8,6 +8,7 @@ recorded first; usage that only the ledger has is still on its way, and nothing 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -117,18 +118,24 @@ class InvoiceService(UsageService):
 
         return self._command("finalize_invoice", idempotency, Invoice, decide)[0]
 
-    def void_invoice(self, invoice_id: str, *, idempotency: Idempotency | None = None) -> Invoice:
-        """Give its period and usage free; a void one stays as it is. Raises `NotFound`, and `Conflict`
-        once its export has begun."""
+    def void_invoice(
+        self, invoice_id: str, exporter: Exporter | None = None, *, idempotency: Idempotency | None = None
+    ) -> Invoice:
+        """Give its period and usage free; a void one stays as it is. Safe to repeat after any failure.
 
-        def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
-            invoice = self._books.invoices.check_voidable(invoice_id)
-            if invoice.status is InvoiceStatus.VOID:
-                return [], invoice
-            void = msgspec.structs.replace(invoice, status=InvoiceStatus.VOID, voided_us=time_us)
-            return [_row(InvoiceVoided(invoice_id=invoice_id, at_us=time_us))], void
-
-        return self._command("void_invoice", idempotency, Invoice, decide)[0]
+        Once its export has begun, it is voided with the payment provider first: that takes an `exporter`.
+        Raises `NotFound`, `ExportError`, and `Conflict` for one that is paid.
+        """
+        if first := self._first_result("void_invoice", idempotency, Invoice):
+            return first
+        with self._with_provider(invoice_id):
+            self.refresh()
+            invoice = self.invoice(invoice_id)
+            if invoice.status is not InvoiceStatus.VOID and invoice.export_started_us is not None:
+                if exporter is None:
+                    raise Conflict("its export has begun, so it is to be voided with the payment provider too")
+                exporter.void(invoice, invoice.stripe_ids)
+            return self._finish_void(invoice, idempotency)
 
     def export_invoice(self, invoice_id: str, exporter: Exporter, *, idempotency: Idempotency | None = None) -> Invoice:
         """Send a final invoice to the payment provider; safe to repeat after any failure.
@@ -137,18 +144,16 @@ class InvoiceService(UsageService):
         """
         if first := self._first_result("export_invoice", idempotency, Invoice):
             return first
-        with self._state:
-            if invoice_id in self._exporting:
-                raise Conflict("the invoice is being exported")
-            self._exporting.add(invoice_id)
-        try:
+        with self._with_provider(invoice_id):
             invoice = self._start_export(invoice_id)
             if invoice.status is InvoiceStatus.EXPORTED:
                 return invoice
-            return self._finish_export(invoice, self._send(invoice, exporter), idempotency)
-        finally:
-            with self._state:
-                self._exporting.discard(invoice_id)
+            result = self._send(invoice, exporter)
+            exported = self._finish_export(invoice, result, idempotency)
+            if exported.status is InvoiceStatus.VOID:  # by another process, which did not find what was just made
+                exporter.void(exported, result.ids)
+                raise Conflict("the invoice was voided while it was exported; nothing of it stands")
+            return exported
 
     def invoice(self, invoice_id: str) -> Invoice:
         """Raises `NotFound`."""
@@ -292,17 +297,46 @@ class InvoiceService(UsageService):
             event.tenant, event.model, event.base_model, currency, ts_us=event.ts_us, known_us=event.ts_us
         )
 
-    # exporting
+    # exporting and voiding
+
+    @contextmanager
+    def _with_provider(self, invoice_id: str) -> Iterator[None]:
+        """One export or void of an invoice at a time. Raises `Conflict`."""
+        with self._state:
+            if invoice_id in self._exporting:
+                raise Conflict("the invoice is being exported or voided")
+            self._exporting.add(invoice_id)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._exporting.discard(invoice_id)
+
+    def _finish_void(self, before: Invoice, idempotency: Idempotency | None) -> Invoice:
+        """`before`: as it was when the provider was asked; an export that began since is one to ask about."""
+
+        def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
+            invoice = self._books.invoices.get(before.id)
+            if invoice.status is InvoiceStatus.VOID:
+                return [], invoice
+            if (invoice.status, invoice.export_started_us) != (before.status, before.export_started_us):
+                raise Conflict("the invoice changed meanwhile; try again")
+            void = msgspec.structs.replace(invoice, status=InvoiceStatus.VOID, voided_us=time_us)
+            return [_row(InvoiceVoided(invoice_id=before.id, at_us=time_us))], void
+
+        return self._command("void_invoice", idempotency, Invoice, decide)[0]
 
     def _start_export(self, invoice_id: str) -> Invoice:
-        """From here on the provider may hold the invoice, so it can no longer be voided here."""
+        """From here on the provider may hold the invoice."""
 
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             invoice = self._books.invoices.get(invoice_id)
-            if invoice.status is InvoiceStatus.EXPORTED or invoice.export_started_us is not None:
+            if invoice.status is InvoiceStatus.EXPORTED:
                 return [], invoice
             if invoice.status is not InvoiceStatus.FINALIZED:
                 raise Conflict(f"only a finalized invoice is exported; this one is {invoice.status}")
+            if invoice.export_started_us is not None:
+                return [], invoice
             return [_row(InvoiceExportStarted(invoice_id=invoice_id, at_us=time_us))], invoice
 
         return self._command("start_export", None, Invoice, decide)[0]
@@ -313,6 +347,8 @@ class InvoiceService(UsageService):
         try:
             result = exporter.export(invoice, tenant, invoice.stripe_ids)
         except StripeNotConfigured as error:
+            if invoice.export_started_us is not None:  # by an earlier attempt, which may have sent something
+                raise
             abandoned = InvoiceExportAbandoned(invoice_id=invoice.id, reason=str(error))
             self._command("abandon_export", None, Invoice, lambda _: ([_row(abandoned)], invoice))
             raise
@@ -323,7 +359,7 @@ class InvoiceService(UsageService):
     def _finish_export(self, invoice: Invoice, result: ExportResult, idempotency: Idempotency | None) -> Invoice:
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             now = self._books.invoices.get(invoice.id)
-            if now.status is InvoiceStatus.EXPORTED:
+            if now.status in (InvoiceStatus.EXPORTED, InvoiceStatus.VOID):
                 return [], now
             exported = msgspec.structs.replace(
                 now,

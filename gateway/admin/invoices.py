@@ -176,8 +176,11 @@ def export_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -
 
 @post("/invoices/{invoice_id:str}/void", status_code=200, sync_to_thread=True)
 def void_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
-    """Void an invoice that was not exported; its usage can be invoiced again."""
-    return show_invoice(admin.billing.void_invoice(invoice_id, idempotency=idempotency))
+    """Void an invoice, in Stripe first if its export has begun; its usage can be invoiced again. Safe to repeat.
+
+    409 when it is paid in Stripe, or when Stripe must be asked and STRIPE_API_KEY is not set.
+    """
+    return show_invoice(admin.billing.void_invoice(invoice_id, admin.exporter, idempotency=idempotency))
 
 
 router = Router(

@@ -7,7 +7,9 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+import stripe
 
+from billing.stripe import StripeExporter
 from gateway.admin.times import format_time
 from tests.doubles.stripe import StripeDouble
 from tests.unit.admin.conftest import PRICE, START_US, World
@@ -231,8 +233,44 @@ async def test_an_invoice_goes_from_draft_to_stripe(world: World, stripe_double:
     assert (await world.get("/invoices", tenant="acme"))["data"] == [sent]
     report = await world.get("/reconcile", start=format_time(START_US), end=format_time(world.clock.us))
     assert report["ok"] is True
-    refused = await world.client.post(f"/invoices/{made['id']}/void")
-    assert refused.status_code == 409
+
+
+async def exported(world: World) -> Any:
+    """An invoice over 2.50 that Stripe has."""
+    await world.tenant(price=PRICE | {"prompt": "250000"})
+    world.request("acme")
+    world.later(1)
+    made = await draft(world)
+    await world.post(f"/invoices/{made['id']}/finalize", expect=200)
+    return await world.post(f"/invoices/{made['id']}/export", expect=200)
+
+
+async def test_an_exported_invoice_is_voided_in_stripe_too(world: World, stripe_double: StripeDouble) -> None:
+    sent = await exported(world)
+    headers = {"idempotency-key": "v"}
+    void = await world.post(f"/invoices/{sent['id']}/void", expect=200, headers=headers)
+    assert (void["status"], void["stripe_invoice_id"]) == ("void", sent["stripe_invoice_id"])
+    assert await world.post(f"/invoices/{sent['id']}/void", expect=200, headers=headers) == void
+    assert [one["status"] for one in stripe_double.invoices()] == ["void"]
+    assert (await draft(world))["total"] == sent["total"]
+    assert (await world.get("/reconcile"))["ok"] is True
+
+
+async def test_a_paid_invoice_is_not_voided(world: World, stripe_double: StripeDouble) -> None:
+    sent = await exported(world)
+    client = stripe.StripeClient(stripe_double.api_key, base_addresses={"api": stripe_double.url})
+    await asyncio.to_thread(client.v1.invoices.pay, sent["stripe_invoice_id"])
+    refused = await world.post(f"/invoices/{sent['id']}/void", expect=409)
+    assert "credit note" in refused["error"]["message"]
+    assert await world.get(f"/invoices/{sent['id']}") == sent
+
+
+async def test_without_a_stripe_key_an_export_is_not_voided(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = await exported(world)
+    monkeypatch.setattr(world.state, "exporter", StripeExporter(None))
+    refused = await world.post(f"/invoices/{sent['id']}/void", expect=409)
+    assert refused["error"]["code"] == "stripe_not_configured"
+    assert "STRIPE_API_KEY" in refused["error"]["message"]
 
 
 async def test_a_period_that_is_not_closed_is_refused_until_it_is(world: World) -> None:
@@ -288,8 +326,6 @@ async def test_a_repeated_invoice_is_cut_once(world: World) -> None:
 
 
 async def test_without_a_stripe_key_the_export_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from billing.stripe import StripeExporter
-
     monkeypatch.setattr(world.state, "exporter", StripeExporter(None))
     await world.tenant()
     world.request("acme")

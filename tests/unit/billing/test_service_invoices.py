@@ -34,6 +34,7 @@ class Desk:
     def __init__(self, fail: Exception | None = None, short: int = 0) -> None:
         self.fail, self.short = fail, short
         self.made: dict[str, int] = {}
+        self.voided: list[str] = []
 
     def export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult:
         if self.fail:
@@ -43,6 +44,11 @@ class Desk:
         return ExportResult(
             stripe_invoice_id=f"in_{invoice.id}", total_minor=invoice.total_minor - self.short, status="open", ids=ids
         )
+
+    def void(self, invoice: Invoice, previous_ids: Mapping[str, str]) -> None:
+        if self.fail:
+            raise self.fail
+        self.voided.append(invoice.id)
 
 
 def period(house: Any) -> tuple[int, int]:
