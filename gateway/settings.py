@@ -20,6 +20,7 @@ from msgspec import Meta
 PREFIX = "METERHOUSE_"
 TEST_PREFIX = "METERHOUSE_TEST_"  # belongs to the test-suite, never to a server
 CONFIG_VARIABLE = "METERHOUSE_CONFIG"
+WHEEL_VARIABLE = "METERHOUSE_MODEL_WHEEL"  # `engine.weights` reads it: a local copy of the default model's package
 CONFIG_FILE = "meterhouse.toml"
 FOREIGN_VARIABLES = {"STRIPE_API_KEY": "stripe_api_key", "STRIPE_API_BASE": "stripe_api_base"}
 SECRETS = frozenset({"admin_key", "stripe_api_key"})
@@ -231,7 +232,9 @@ def _from_environment(environ: Mapping[str, str], names: set[str]) -> dict[str, 
         own: environ[foreign] for foreign, own in FOREIGN_VARIABLES.items() if environ.get(foreign)
     }
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX):
+            continue
+        if variable in (CONFIG_VARIABLE, WHEEL_VARIABLE):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in names:
