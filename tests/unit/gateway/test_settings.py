@@ -19,6 +19,10 @@ def test_order_of_sources(tmp_path: Path) -> None:
     assert settings.model == "default"
 
 
+def test_a_variable_of_the_models_room_is_no_unknown_setting() -> None:
+    assert load({}, {"METERHOUSE_MODEL_WHEEL": "/some.whl", "METERHOUSE_PORT": "8001"}).port == 8001
+
+
 def test_config_named_by_the_environment(tmp_path: Path) -> None:
     config = tmp_path / "other.toml"
     config.write_text('data_dir = "~/x"\n')
@@ -40,10 +44,6 @@ def test_config_named_by_the_environment(tmp_path: Path) -> None:
         ({}, {"METERHOUSE_CONFIG": "/nowhere.toml"}, None, ["/nowhere.toml"]),
     ],
 )
-def test_a_variable_of_the_models_room_is_no_unknown_setting() -> None:
-    assert load({}, {"METERHOUSE_MODEL_WHEEL": "/some.whl", "METERHOUSE_PORT": "8001"}).port == 8001
-
-
 def test_faults_are_named(
     tmp_path: Path, flags: dict[str, object], environ: dict[str, str], toml: str | None, names: list[str]
 ) -> None:
