@@ -99,7 +99,9 @@ def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: li
 
 
 def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]]) -> None:
-    folders = sorted(path.parent for path in (Path(__file__).parents[2] / "examples/adapters").glob("*/adapter_config.json"))
+    folders = sorted(
+        path.parent for path in (Path(__file__).parents[2] / "examples/adapters").glob("*/adapter_config.json")
+    )
     assert len(folders) == 3
     compare_with_peft(default_model, folders, prompts[:6])
 
