@@ -24,7 +24,8 @@ test: ## install what the tests need and run everything (ARGS="-k spool")
 
 check: ## ruff, strict types, and who may import whom
 	@$(PYTHON) deploy/install.py test
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest -q tests/unit/test_imports.py
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
+	 $(BIN)/mypy deploy/install.py examples/demo.py examples/adapters/train.py benchmarks/*.py && $(BIN)/python -m pytest -q tests/unit/test_imports.py
 
 format: ## let ruff lay out the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
