@@ -108,6 +108,7 @@ class Unrated(msgspec.Struct, frozen=True, kw_only=True):
     event_id: str
     tenant: str
     model: str
+    base_model: str
     ts_us: int
     reason: str
 
@@ -141,6 +142,7 @@ class Ledger:
                     event_id=event.event_id,
                     tenant=event.tenant,
                     model=event.model,
+                    base_model=event.base_model,
                     ts_us=event.ts_us,
                     reason=fact.reason,
                 )

@@ -222,6 +222,11 @@ class EventStore:
         with self._connected() as connection:
             return _find(connection, [key]).get(key)
 
+    def find_all(self, keys: Sequence[str]) -> dict[str, StoredEvent]:
+        """The events that stand under these idempotency keys, by key."""
+        with self._connected() as connection:
+            return _find(connection, keys)
+
     def scan(self, stream: str, *, recorded_from_us: int = 0) -> Iterator[StoredEvent]:
         """One stream in order, from the first event recorded at or after a time."""
         version = 0

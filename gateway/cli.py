@@ -29,6 +29,7 @@ PRICE = ("model", "tenant", "currency", "per_million.prompt", "per_million.cache
 PRICE_TIMES = ("effective_at", "recorded_at")
 BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "amount", "currency")
+UNRATED = ("event_id", "tenant", "model", "started_at", "reason")
 INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
 LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
 DIFFERENCE = ("between", "tenant", "model", "start", "invoice", "left", "right")
@@ -365,14 +366,28 @@ _start = click.option("--start", help="RFC 3339 or epoch seconds.")
 _end = click.option("--end", help="RFC 3339 or epoch seconds, excluded. [default: now]")
 
 
-@main.command()
+class Defaulting(click.Group):
+    """A group whose `show` is meant when no command is named: `meterhouse usage --tenant acme`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *context.help_option_names):
+            args = ["show", *args]
+        return super().parse_args(context, args)
+
+
+@main.group(cls=Defaulting)
+def usage() -> None:
+    """Usage: tokens and amounts by time (`show`, the default), and what has no charge yet."""
+
+
+@usage.command("show")
 @click.option("--tenant", "tenant_id", help="Only this tenant's.")
 @_start
 @_end
 @click.option("--bucket", type=click.Choice(["hour", "day", "month"]), default="day", show_default=True)
 @click.option("--group-by", default="model", show_default=True, help="Comma-separated dimensions.")
 @_admin
-def usage(
+def usage_show(
     api: AdminClient,
     printer: Printer,
     tenant_id: str | None,
@@ -385,6 +400,27 @@ def usage(
     rows = list(api.pages("/usage", tenant=tenant_id, start=start, end=end, bucket=bucket, group_by=group_by))
     dimensions = [name for name in group_by.replace(" ", "").split(",") if name not in ("", "tenant")]
     printer.show(rows, ("start", "tenant", *dimensions, *COUNTS))
+
+
+@usage.command("unrated")
+@click.option("--tenant", "tenant_id", help="Only this tenant's.")
+@_admin
+def usage_unrated(api: AdminClient, printer: Printer, tenant_id: str | None) -> None:
+    """List requests that have no charge, and why."""
+    printer.show(list(api.pages("/usage/unrated", tenant=tenant_id)), UNRATED)
+
+
+@usage.command("rate")
+@_admin
+def usage_rate(api: AdminClient, printer: Printer) -> None:
+    """Charge requests that had no price and have one now.
+
+    The price must be effective when they began: set it with --effective-at.
+    """
+    total = 0
+    while rated := api.post("/usage/rate")["rated"]:
+        total += rated
+    printer.show({"rated": total}, ("rated",))
 
 
 @main.group()

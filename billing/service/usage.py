@@ -9,15 +9,17 @@ Either may come first. A kill anywhere loses nothing: what the spool has and the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import structlog
 
 from billing.books import fact_of, new_event
 from billing.errors import LedgerUnavailable, NoPrice
-from billing.ledger import UsageRated, UsageUnrated
+from billing.ledger import Unrated, UsageRated, UsageUnrated
+from billing.prices import PriceVersion
 from billing.rating import amount_femto
-from billing.service.shell import Idempotency, Shell
+from billing.service.shell import Idempotency, Shell, page
 from billing.store import Log, NewEvent
 from metering.events import UsageEvent, content_hash
 
@@ -73,15 +75,31 @@ class UsageService(Shell):
         for first in range(0, len(events), RECORD_BATCH):
             self._record(events[first : first + RECORD_BATCH])
 
+    def unrated(self, tenant_id: str | None = None, limit: int = 100, after: str | None = None) -> list[Unrated]:
+        """Usage without a charge, in the order it was recorded; `after` is an event's id. Raises `NotFound`."""
+        with self._state:
+            if tenant_id is not None:
+                self._books.accounts.tenant(tenant_id)
+            waiting = [one for one in self._books.ledger.unrated.values() if tenant_id in (None, one.tenant)]
+        return page(waiting, lambda one: one.event_id, limit, after)
+
+    def unrated_count(self) -> int:
+        """How many requests have no charge."""
+        with self._state:
+            return len(self._books.ledger.unrated)
+
     def rate_unrated(self, *, idempotency: Idempotency | None = None) -> int:
-        """Charge usage that had no price when it was settled and has one in today's book: how many."""
+        """Charge usage that had no price when it was settled and has one in today's book: how many.
+
+        At most `RATE_BATCH` in one call: again, until it is 0.
+        """
 
         def decide(time_us: int) -> tuple[list[NewEvent], int]:
-            waiting = [unrated for unrated in self._books.ledger.unrated.values() if unrated.reason == NO_PRICE]
+            waiting = self._priced_now(time_us, RATE_BATCH)
+            rows = self._store.find_all([usage_key(unrated.event_id) for unrated in waiting])
             rated: list[NewEvent] = []
-            for unrated in waiting[:RATE_BATCH]:
-                row = self._store.find(usage_key(unrated.event_id))
-                fact = fact_of(row) if row else None
+            for row in rows.values():
+                fact = fact_of(row)
                 if isinstance(fact, UsageUnrated):
                     later = self._rate(fact.event, fact.event_hash, known_us=time_us)
                     if isinstance(later, UsageRated):
@@ -89,6 +107,12 @@ class UsageService(Shell):
             return rated, len(rated)
 
         return self._command("rate_unrated", idempotency, int, decide)[0]
+
+    def _priced_now(self, known_us: int, limit: int) -> list[Unrated]:
+        """The first that wait for nothing but to be rated: the book has their price."""
+        with self._state:
+            waiting = (one for one in self._books.ledger.unrated.values() if one.reason == NO_PRICE)
+            return list(itertools.islice((one for one in waiting if self._price(one, known_us)), limit))
 
     def _record(self, events: Sequence[UsageEvent]) -> None:
         with self._writing:
@@ -138,16 +162,8 @@ class UsageService(Shell):
             faults = event.faults() if tenant else ["unknown tenant"]
             if tenant is None or faults:
                 return UsageUnrated(event=event, event_hash=digest, reason=faults[0])
-            try:
-                price = self._books.prices.resolve(
-                    event.tenant,
-                    event.model,
-                    event.base_model,
-                    tenant.currency,
-                    ts_us=event.ts_us,
-                    known_us=event.ts_us if known_us is None else known_us,
-                )
-            except NoPrice:
+            price = self._price(event, event.ts_us if known_us is None else known_us)
+            if price is None:
                 return UsageUnrated(event=event, event_hash=digest, reason=NO_PRICE)
         return UsageRated(
             event_id=event.event_id,
@@ -164,6 +180,16 @@ class UsageService(Shell):
             amount_femto=str(amount_femto(event, price.rate)),
             rated_later=known_us is not None,
         )
+
+    def _price(self, usage: UsageEvent | Unrated, known_us: int) -> PriceVersion | None:
+        """The price of a known tenant's request by what the book knew at a time; `_state` is held."""
+        currency = self._books.accounts.tenant(usage.tenant).currency
+        try:
+            return self._books.prices.resolve(
+                usage.tenant, usage.model, usage.base_model, currency, ts_us=usage.ts_us, known_us=known_us
+            )
+        except NoPrice:
+            return None
 
     def _alarm(self, name: str, event_id: str) -> None:
         with self._state:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from litestar import Router
 from litestar.di import Provide
 
-from gateway.admin import adapters, credits, invoices, keys, prices, reconcile, tenants, usage
+from gateway.admin import adapters, credits, invoices, keys, prices, reconcile, tenants, unrated, usage
 from gateway.admin.body import check_body
 from gateway.admin.guard import admin_guard
 from gateway.admin.idempotency import provide_idempotency
@@ -36,6 +36,7 @@ def admin_router(state: AdminState) -> Router:
             prices.router,
             credits.router,
             usage.router,
+            unrated.router,
             invoices.router,
             reconcile.router,
         ],

@@ -81,7 +81,9 @@ def test_a_tenant_is_set_up_without_a_server(folder: Cli) -> None:
     assert key["key"] not in secretless.stdout
     folder.run("key", "revoke", key["id"], *folder.flags).check_returncode()
     assert folder.json("key", "list", "acme")[0]["revoked_at"] is not None
-    assert folder.json("usage") == []
+    assert folder.json("usage") == folder.json("usage", "show", "--bucket=hour") == []
+    assert folder.json("usage", "unrated", "--tenant=acme") == []
+    assert folder.json("usage", "rate") == {"rated": 0}
     done = folder.run("reconcile", *folder.flags)
     assert (done.returncode, done.stdout.strip()) == (0, "Everything agrees.")
 

@@ -169,6 +169,37 @@ async def test_usage_without_a_price_has_no_amount_rather_than_none_at_all(world
     ]
 
 
+async def test_usage_without_a_price_is_listed_and_charged_once_there_is_one(world: World) -> None:
+    await world.tenant(price=None)
+    first, second = world.request("acme"), world.request("acme")
+    world.later(1)
+    assert world.stores.flush(10)
+    found = await world.get("/usage/unrated", tenant="acme", limit=1)
+    assert found["data"] == [
+        {
+            "event_id": first.event_id,
+            "tenant": "acme",
+            "model": "base",
+            "started_at": format_time(first.ts_us),
+            "reason": "no price",
+        }
+    ]
+    rest = await world.get("/usage/unrated", limit=1, after=found["next"])
+    assert ([one["event_id"] for one in rest["data"]], rest["has_more"]) == ([second.event_id], False)
+    waits = await draft(world, expect=409)
+    assert first.event_id in waits["error"]["message"]
+    assert await world.post("/usage/rate", expect=200) == {"rated": 0}
+
+    await world.price(tenant="acme", effective_at=format_time(START_US))
+    headers = {"idempotency-key": "r"}
+    for _ in range(2):
+        assert await world.post("/usage/rate", expect=200, headers=headers) == {"rated": 2}
+    assert await world.post("/usage/rate", expect=200) == {"rated": 0}
+    assert (await world.get("/usage/unrated"))["data"] == []
+    assert Decimal((await world.get("/tenants/acme/balance"))["charged"]) == 2 * Decimal("25E-6")
+    assert (await draft(world))["requests"] == 2
+
+
 async def test_usage_is_paged(world: World) -> None:
     await world.tenant()
     for number in range(5):

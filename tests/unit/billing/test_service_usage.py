@@ -172,6 +172,33 @@ def test_case_23_usage_without_a_price_is_never_charged_at_nothing(house: Any) -
     assert balance(house, "euro")[1] == 15 * 3 * 10**9
 
 
+def test_usage_that_no_price_reaches_does_not_keep_the_rest_from_being_rated(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("billing.service.usage.RATE_BATCH", 2)
+    house.billing.create_tenant(id="euro", name="Euro", currency="eur")
+    events = [house.event(tenant="euro", model=model) for model in ("free", "free", "free", "sold", "sold", "sold")]
+    house.billing.record(events)
+    assert [one.event_id for one in house.billing.unrated("euro")] == [event.event_id for event in events]
+    house.set_price(model="sold", currency="eur")
+    assert [house.billing.rate_unrated() for _ in range(3)] == [2, 1, 0]
+    assert [one.model for one in house.billing.unrated()] == ["free"] * 3
+    assert house.billing.unrated_count() == house.restart().unrated_count() == 3
+
+
+def test_unrated_usage_is_listed_page_by_page_and_by_tenant(house: Any) -> None:
+    house.billing.create_tenant(id="euro", name="Euro", currency="eur")
+    events = [house.event(tenant="euro") for _ in range(3)]
+    house.billing.record([*events, msgspec.structs.replace(house.event(), prompt_tokens=-1)])
+    first = house.billing.unrated("euro", limit=2)
+    assert [one.event_id for one in first] == [events[0].event_id, events[1].event_id]
+    (last,) = house.billing.unrated("euro", limit=2, after=first[-1].event_id)
+    assert (last.event_id, last.ts_us, last.reason) == (events[2].event_id, events[2].ts_us, "no price")
+    assert [one.reason for one in house.billing.unrated("acme")] == ["a count is negative"]
+    with pytest.raises(NotFound):
+        house.billing.unrated("nobody")
+
+
 @pytest.mark.parametrize(
     "garbage", [{"tenant": "nobody"}, {"prompt_tokens": -1}, {"cached_tokens": 99}, {"reasoning_tokens": 99}]
 )
