@@ -138,6 +138,25 @@ def build() -> dashboard.Dashboard:
             [(rate("meterhouse_settle_failures_total"), "failures")],
         ),
         lines(
+            "Alarms",
+            "What should never happen, in the last hour, by kind.",
+            [
+                (
+                    f'sum by (kind) (increase({metric("meterhouse_alarms_total")}{{instance=~"$instance"}}[1h]))',
+                    "{{kind}}",
+                )
+            ],
+        ),
+        lines(
+            "What must be 0 or come back to it",
+            "Requests without a charge, events that a consumer refuses, and holds (0 when nothing runs).",
+            [
+                (gauge("meterhouse_unrated_requests", how="max"), "without a charge"),
+                (gauge("meterhouse_stuck_events", by="consumer"), "refused by {{consumer}}"),
+                (gauge("meterhouse_holds_open"), "holds"),
+            ],
+        ),
+        lines(
             "Retries answered without work",
             "Per second, by kind.",
             [(rate("meterhouse_idempotent_answers_total", by="kind"), "{{kind}}")],

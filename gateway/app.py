@@ -24,6 +24,7 @@ from billing.service import Billing
 from engine.client import Engine
 from gateway.admin import ADMIN_SCHEME, AdminState, admin_router
 from gateway.admission import Admission
+from gateway.alarms import sample_books
 from gateway.capture import Capture
 from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
@@ -102,6 +103,7 @@ def create_gateway(
     )
     health = Health(engine=engine, spool=spool, capture=capture, admission=admission, cache_s=settings.ready_cache_s)
     telemetry.sample_with(lambda: sample(telemetry, engine, spool, capture, clock_us))
+    telemetry.sample_with(lambda: sample_books(telemetry, billing, spool, journal))
     app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin)
     return Gateway(app, edge, admission, capture, telemetry)
 

@@ -33,6 +33,7 @@ from engine.weights import WeightsError, resolve_model
 from gateway import demo
 from gateway.admin import AdminState
 from gateway.admission import adapter_ref
+from gateway.alarms import sample_delivery
 from gateway.app import Gateway, create_admin_app, create_gateway, now_us
 from gateway.idempotency import Idempotency
 from gateway.keyfile import admin_key
@@ -99,6 +100,9 @@ class Runtime:
                 raise fault
             self.admin = admin_state(self.settings, self.stores, self.engine, self._base_model, self._clock_us)
             self.gateway = self._make_gateway()
+            telemetry = self.gateway.telemetry
+            drains = (self.stores.shipper, self.stores.recorder)
+            telemetry.sample_with(lambda: sample_delivery(telemetry, self.stores.usage, drains))
             await self._load_adapters()
         except BaseException:
             await self.engine.stop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -68,6 +68,10 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_spool_pending_events", "gauge", "Settled events not yet delivered.", ("consumer",)),
     MetricSpec("meterhouse_spool_oldest_seconds", "gauge", "Age of the oldest of them, 0 if none.", ("consumer",)),
     MetricSpec("meterhouse_spool_writable", "gauge", "1 while new settlements can be written."),
+    MetricSpec("meterhouse_stuck_events", "gauge", "Events a consumer refuses and nothing buries.", ("consumer",)),
+    MetricSpec("meterhouse_unrated_requests", "gauge", "Requests served without a charge: they need a price."),
+    MetricSpec("meterhouse_holds_open", "gauge", "Holds on balances; 0 when nothing runs."),
+    MetricSpec("meterhouse_alarms_total", "counter", "What should never happen, by kind.", ("kind",)),
     MetricSpec("meterhouse_engine_up", "gauge", "1 while the engine process serves."),
     MetricSpec("meterhouse_engine_restarts_total", "counter", "Times the engine process was started again."),
     MetricSpec("meterhouse_engine_steps_total", "counter", "Engine steps."),
@@ -77,6 +81,20 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_idempotent_answers_total", "counter", "Retries answered without work.", ("kind",)),
     MetricSpec("meterhouse_build_info", "gauge", "1, with the version and the base model.", ("version", "model_name")),
 )
+
+ALARM_KINDS = (
+    "usage_conflict",  # a second content of an event id came to the ledger; the first stands
+    "usage_unrated",  # usage came to the ledger and no price was found
+    "hold_exceeded",  # a request cost more than was held for it
+    "spool_conflict",  # an event id was settled twice, with different content
+    "spool_failure",  # the disk refused a commit of settlements
+    "spool_quarantined",  # a spool row is not what was settled; counted from the file's beginning
+    "journal_damaged",  # a stretch of the journal cannot be read; counted from the folder's beginning
+    "journal_unknown",  # the engine told of a request that is not open
+    "store_conflict",  # a second content of an event id came to the usage store
+    "dead_letter",  # the usage store can never take an event
+)
+"""Kinds of `meterhouse_alarms_total`; all are shown from the start, so that the first one is a growth."""
 
 TOKEN_KINDS = ("prompt", "cached", "completion", "reasoning", "recomputed", "rejected")
 
@@ -97,6 +115,9 @@ class Telemetry:
         self._metrics["meterhouse_build_info"].labels(version, model_name).set(1)
         self._tokens = [self._metrics["meterhouse_tokens_total"].labels(kind) for kind in TOKEN_KINDS]
         self._settled = [self._metrics["meterhouse_settled_tokens_total"].labels(kind) for kind in TOKEN_KINDS]
+        self._alarms = dict.fromkeys(ALARM_KINDS, 0)
+        for kind in ALARM_KINDS:
+            self._metrics["meterhouse_alarms_total"].labels(kind)
         self._stats = EngineStats()
         self._restarts = 0
         self._samplers: list[Callable[[], None]] = []
@@ -149,6 +170,14 @@ class Telemetry:
         if restarts > self._restarts:
             self["meterhouse_engine_restarts_total"].inc(restarts - self._restarts)
             self._restarts = restarts
+
+    def alarms(self, totals: Mapping[str, int]) -> None:
+        """Take what other parts have counted since their start, by kind."""
+        for kind, total in totals.items():
+            grown = total - self._alarms.get(kind, 0)
+            if grown > 0:
+                self["meterhouse_alarms_total"].labels(kind).inc(grown)
+            self._alarms[kind] = total
 
     def sample_with(self, sampler: Callable[[], None]) -> None:
         """Call `sampler` before every scrape; it sets gauges that are cheap to read and costly to keep."""
