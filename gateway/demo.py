@@ -7,6 +7,8 @@ be killed and run again: each call has its own idempotency key, and a tenant tha
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,12 @@ async def _post(admin: httpx.AsyncClient, path: str, body: dict[str, Any]) -> An
     raise DemoError(f"the demo could not be made: {path}: {response.json()['error']['message']}")
 
 
+def python(executable: str, folder: Path) -> str:
+    """The running interpreter, which has what the line needs, as a shell takes it; short where it lies in `folder`."""
+    path = Path(executable)  # not resolved: the link in a virtual environment is what makes it that environment's
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
+
+
 def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> list[str]:
     first = TENANTS[0][0]
     messages = [{"role": "user", "content": "Give me three tips for a good night of sleep."}]
@@ -80,7 +88,8 @@ def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> 
         f"  curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {keys[first]}' \\",
         f"    -H 'Content-Type: application/json' -d '{ask}'",
         "",
-        f"  python -c \"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='{keys[first]}')"
+        f'  {python(sys.executable, Path.cwd())} -c "from openai import OpenAI; '
+        f"print(OpenAI(base_url='{url}/v1', api_key='{keys[first]}')"
         f".chat.completions.create(model='{model}', messages=[dict(role='user', content='Hello!')],"
         "temperature=0.2, max_tokens=60)"
         '.choices[0].message.content)"',
