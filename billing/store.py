@@ -109,11 +109,9 @@ class Log:
         """Number of events that stand."""
         return self._head.seq if self._head else 0
 
-    def read(self, after_seq: int) -> Iterator[StoredEvent]:
-        """Everything after `after_seq`, in order."""
-        while page := _page(self._connection, after_seq, PAGE):
-            yield from page
-            after_seq = page[-1].seq
+    def read(self, after_seq: int) -> list[StoredEvent]:
+        """The next page of events after `after_seq`, in order."""
+        return _page(self._connection, after_seq, PAGE)
 
     def find(self, keys: Sequence[str]) -> dict[str, StoredEvent]:
         """The events that stand under these idempotency keys."""

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -27,7 +27,6 @@ from metering.events import UsageEvent
 
 T = TypeVar("T")
 SYSTEM = "system"  # the actor of what no person asked for
-PAGE = 1000
 PAGE_MAX = 10_000
 
 
@@ -76,8 +75,7 @@ class Shell:
     def refresh(self) -> None:
         """Catch up with what other processes appended to the same store."""
         with self._writing:
-            while rows := self._store.read(self._books.seq, PAGE):
-                self._fold(rows)
+            self._catch_up(self._store.read)
 
     def close(self) -> None:
         """Give back the store's connections."""
@@ -88,7 +86,12 @@ class Shell:
         with self._state:
             return dict(self._alarms)
 
-    def _fold(self, rows: Iterable[StoredEvent]) -> None:
+    def _catch_up(self, read: Callable[[int], list[StoredEvent]]) -> None:
+        """Fold all that stands. Every page is read before the books are locked: requests never wait for a disk."""
+        while rows := read(self._books.seq):
+            self._fold(rows)
+
+    def _fold(self, rows: Sequence[StoredEvent]) -> None:
         with self._state:
             for row in rows:
                 match self._books.apply(row):
@@ -112,7 +115,7 @@ class Shell:
         _check_idempotency(idempotency)
         with self._writing, self._state if stall else nullcontext():
             with self._store.exclusive() as log:
-                self._fold(log.read(self._books.seq))
+                self._catch_up(log.read)
                 if idempotency is not None:
                     key = _stored_key(idempotency)
                     if row := log.find([key]).get(key):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from billing import store
 from billing.errors import Conflict, InsufficientCredits, Invalid, NoPrice, NotFound
 from billing.service import Billing, Hold, Idempotency
 from billing.store import EventStore, Log
@@ -464,3 +465,21 @@ def test_recording_is_quick_enough(house: Any) -> None:
     house.billing.record(events)
     spent_s = time.process_time() - began
     assert len(events) / spent_s > 5000, f"{len(events) / spent_s:.0f} events a CPU second"
+
+
+def test_requests_do_not_wait_while_the_log_is_read(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have appended a lot, and the database may be slow: that is the recorder's time alone."""
+    house.billing.grant_credit("acme", "1.00", "usd", "trial")
+    real, waited = store._page, []
+
+    def read(*args: Any) -> Any:
+        request = threading.Thread(target=house.billing.balance, args=("acme",))
+        request.start()
+        request.join(5)
+        waited.append(request.is_alive())
+        return real(*args)
+
+    monkeypatch.setattr(store, "_page", read)
+    house.billing.record([house.event()])
+    house.billing.grant_credit("acme", "1.00", "usd", "more")
+    assert waited == [False, False]
