@@ -35,6 +35,7 @@ from gateway.admin import AdminState
 from gateway.admission import adapter_ref
 from gateway.alarms import sample_delivery
 from gateway.app import Gateway, create_admin_app, create_gateway, now_us
+from gateway.heartbeat import BEAT_S, Heartbeat
 from gateway.idempotency import Idempotency
 from gateway.keyfile import admin_key
 from gateway.openai import edge
@@ -69,6 +70,7 @@ class Runtime:
 
     gateway: Gateway
     admin: AdminState
+    heartbeat: Heartbeat
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Runtime:
         base_model: str,
         progress: Callable[[str], None] = lambda _: None,
         clock_us: Callable[[], int] = now_us,
+        beat_s: float = BEAT_S,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -87,6 +90,7 @@ class Runtime:
         self._base_model = base_model
         self._progress = progress
         self._clock_us = clock_us
+        self._beat_s = beat_s
 
     async def start(self) -> None:
         """Open everything. Raises `StartError` or a room's error, with all closed again."""
@@ -104,6 +108,8 @@ class Runtime:
             drains = (self.stores.shipper, self.stores.recorder)
             telemetry.sample_with(lambda: sample_delivery(telemetry, self.stores.usage, drains))
             await self._load_adapters()
+            self.heartbeat = Heartbeat(self.stores.billing.refresh, self._beat_s)
+            self.heartbeat.start()
         except BaseException:
             await self.engine.stop()
             if results[0] is None:
@@ -143,6 +149,7 @@ class Runtime:
         await self.gateway.capture.close()
         await self.admin.close()
         await self.engine.stop()
+        await self.heartbeat.stop()
         await asyncio.to_thread(self.stores.close)
 
 
