@@ -40,6 +40,7 @@ _HUB_FILES = [
     "config.json",
     "generation_config.json",
     "tokenizer*",
+    "special_tokens_map.json",
     "*.jinja",
     "*.safetensors",
     "*.safetensors.index.json",
@@ -259,7 +260,8 @@ def _resolve_hub(name: str, cache_dir: Path, progress: Progress) -> Path:
 
     progress(f"Fetching {name} from the hub")
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir / "hub", allow_patterns=_HUB_FILES))
+        # A folder called like the model, not like its commit: the folder's name is what clients ask for.
+        return Path(snapshot_download(name, local_dir=cache_dir / "hub" / name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client has dozens: no network, no such name, gated, disk full
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise WeightsError(f"The disk that holds {cache_dir} is full.") from error

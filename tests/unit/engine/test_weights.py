@@ -232,6 +232,17 @@ def test_specs_that_name_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             resolve_model(spec, tmp_path)
 
 
+def test_a_hub_model_is_called_by_its_name(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub itself is not there in tests: what it would have fetched is put where it was told to put it."""
+
+    def fetch(name: str, *, local_dir: Path, allow_patterns: list[str]) -> str:
+        shutil.copytree(tiny_model, local_dir)
+        return str(local_dir)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model("owner/some-model", tmp_path).name == "some-model"
+
+
 def test_a_gguf_file_is_converted_into_the_cache(tmp_path: Path) -> None:
     """A tiny float GGUF is written, then resolved: the weights come out as they went in."""
     import torch
