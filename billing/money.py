@@ -137,7 +137,7 @@ def allocate(parts_femto: Sequence[int | Fraction], currency: str) -> list[int]:
     unit = 10 ** (15 - minor_digits(currency))
     exact = [Fraction(part) / unit for part in parts_femto]
     floors = [math.floor(part) for part in exact]
-    short = round(sum(exact, Fraction(0))) - sum(floors)
+    short = round_half_even(sum(parts_femto, Fraction(0)), currency) - sum(floors)
     by_remainder = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
     for i in by_remainder[:short]:
         floors[i] += 1

@@ -1,24 +1,36 @@
-"""Rating: tokens of one request × one price version = exact femto-units.
+"""Rating: tokens × one price version = exact femto-units.
 
-Pure. Does not know: balances, where events come from, which price applies.
+Pure. Does not know: balances, where tokens come from, which price applies.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from billing.money import cost
 from billing.prices import Rate, TokenClass
-from metering.events import UsageEvent
 
 
-def quantities(event: UsageEvent) -> dict[TokenClass, int]:
-    """The event's tokens by priced class. A cached prompt token is priced as cached and only so."""
+class Counted(Protocol):
+    """Tokens of one request, or summed over requests of one price: money is linear in them."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+
+
+def quantities(usage: Counted) -> dict[TokenClass, int]:
+    """The tokens by priced class. A cached prompt token is priced as cached and only so."""
     return {
-        TokenClass.PROMPT: event.prompt_tokens - event.cached_tokens,
-        TokenClass.CACHED: event.cached_tokens,
-        TokenClass.COMPLETION: event.completion_tokens,
+        TokenClass.PROMPT: usage.prompt_tokens - usage.cached_tokens,
+        TokenClass.CACHED: usage.cached_tokens,
+        TokenClass.COMPLETION: usage.completion_tokens,
     }
 
 
-def amount_femto(event: UsageEvent, rate: Rate) -> int:
-    """What the request costs, exactly."""
-    return sum(cost(tokens, rate.of(token_class)) for token_class, tokens in quantities(event).items())
+def amount_femto(usage: Counted, rate: Rate) -> int:
+    """What the tokens cost, exactly."""
+    return sum(cost(tokens, rate.of(token_class)) for token_class, tokens in quantities(usage).items())

@@ -19,8 +19,9 @@ from litestar.params import FromQuery, QueryParameter
 from msgspec import UNSET, Meta, UnsetType
 
 from billing.errors import NoPrice, NotFound
-from billing.money import cost, format_amount
+from billing.money import format_amount
 from billing.prices import Rate
+from billing.rating import amount_femto
 from billing.service import Billing
 from gateway.admin.body import refuse
 from gateway.admin.fields import time_fault
@@ -108,8 +109,7 @@ class Sums:
             self.rated = False
             return
         self.currency = rate.currency
-        self.amount_femto += cost(part.prompt_tokens - part.cached_tokens, rate.prompt)
-        self.amount_femto += cost(part.cached_tokens, rate.cached) + cost(part.completion_tokens, rate.completion)
+        self.amount_femto += amount_femto(part, rate)
 
 
 def parse_query(
