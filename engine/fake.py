@@ -51,10 +51,6 @@ class FakeTokenizer(Tokenizer):
         self._special_ids = frozenset(self.eos_token_ids)
         self._strips_first_space = False
 
-    @property
-    def has_chat_template(self) -> bool:
-        return True
-
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         ids = list(text.encode())
         if max_tokens is not None and len(ids) > max_tokens:

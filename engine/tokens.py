@@ -80,10 +80,6 @@ class Tokenizer:
         own = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return tuple(sorted(ids if own is None else ids | {own}))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised, as transformers does.
 
@@ -150,9 +146,6 @@ class Tokenizer:
         if self._strips_first_space and joined.startswith(b" "):
             joined = joined[1:]
         return joined.decode("utf-8", "replace")
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, which need not be whole characters; empty for an id it does not know."""

@@ -31,7 +31,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants, once its body is understood. One engine request for each prompt."""
 
     endpoint: str
-    model: str | None
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     n: int = 1
@@ -47,7 +46,6 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     live: Live
     lease: Lease
     purse: Purse
-    model: str
     requests: list[Request]
 
 
@@ -153,7 +151,7 @@ class Admission:
             if isinstance(error, JournalError):
                 raise Unavailable("Usage cannot be recorded now, so nothing is served.", code="no_journal") from error
             raise
-        return Admitted(live=live, lease=door.lease, purse=purse, model=door.model, requests=requests)
+        return Admitted(live=live, lease=door.lease, purse=purse, requests=requests)
 
     def _check_state(self) -> None:
         if self.draining:

@@ -37,7 +37,6 @@ CREATE TABLE IF NOT EXISTS answers (
     body BLOB NOT NULL,
     created_us INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS answers_by_time ON answers (created_us);
 CREATE INDEX IF NOT EXISTS answers_by_size ON answers (created_us, length(body));
 """
 
@@ -160,9 +159,6 @@ class Idempotency:
             )
         except sqlite3.Error as error:
             log.error("idempotent_answer_not_kept", error=str(error))
-
-    def close(self) -> None:
-        self._store.close()
 
 
 def _check_same(known: bytes, digest: bytes) -> None:

@@ -3,8 +3,8 @@
 Knows: one token bucket per tenant and limit, in memory, on a monotonic clock in seconds that callers pass in. Does not
 know: money, HTTP. What is refused, by a limit or later at the door, takes nothing: a `Lease` gives back what it took.
 
-A bucket holds a minute's allowance and fills evenly. A request takes its prompt and the tokens it asks for at the
-start, and the difference to what was done comes back at its end.
+A bucket holds a minute's allowance and fills evenly. A request takes its prompt and a first stretch of the tokens it
+asks for at the start, and at its end the difference to what was done is given back or taken.
 """
 
 from __future__ import annotations

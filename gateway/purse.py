@@ -54,7 +54,7 @@ class Purses:
 class Part:
     """One engine request: how many tokens it may want, its ceiling, and how many it has sampled."""
 
-    __slots__ = ("ceiling", "completion", "finished", "id", "prefilled", "total")
+    __slots__ = ("ceiling", "completion", "finished", "id", "total")
 
     def __init__(self, id: str, total: int, ceiling: int) -> None:
         self.id = id
@@ -62,7 +62,6 @@ class Part:
         self.ceiling = ceiling
         self.completion = 0
         self.finished = False
-        self.prefilled = False
 
     @property
     def allotted(self) -> int:
@@ -70,14 +69,15 @@ class Part:
 
 
 class Purse:
-    """One request's hold and the ceilings of its parts. `hold` is what the door got for `first_want` tokens."""
+    """One request's hold and the ceilings of its parts."""
 
     def __init__(
         self, purses: Purses, *, tenant: str, request_id: str, totals: Mapping[str, int], stretch: int, hold: Hold
     ) -> None:
         """`totals`: the engine request of each prompt → the completion tokens it may want, over its choices.
 
-        The hold covers at least one token for each of them.
+        `hold` is what the door got; it covers at least one token for each of them. `stretch`: how far ahead of need
+        it is extended.
         """
         self._purses = purses
         self._tenant = purses.tenant(tenant)
@@ -99,17 +99,12 @@ class Purse:
         """A step was done for a part. `prompt` and `cached` are the whole request's, `prefilled`: all of them known."""
         part = self._parts[part_id]
         part.completion = completion
-        part.prefilled = part.prefilled or completion > 0
         if not self._repriced and prefilled:
             self._repriced = True
             self._purses.billing.reprice_prompt(self._request_id, prompt, cached)
             self._tenant.notify()
         if not part.finished and part.ceiling < part.total and part.ceiling - completion <= self._stretch // 2:
             self._extend(part)
-
-    @property
-    def all_prefilled(self) -> bool:
-        return all(part.prefilled for part in self._parts.values())
 
     async def paused(self, part_id: str) -> None:
         """The part stands at its ceiling: raise it, or wait for what the tenant's others free, or make it final."""

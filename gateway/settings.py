@@ -142,10 +142,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     type: type  # str, int, float, bool or Path
-    optional: bool
     default: Any
     description: str
-    secret: bool
 
     @property
     def flag(self) -> str:
@@ -171,10 +169,8 @@ def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
     return Field(
         name=field.name,
         type=kind,
-        optional=len(members) < len(get_args(inner) or (inner,)),
         default=default,
         description=meta.description or "",
-        secret=field.name in SECRETS,
     )
 
 

@@ -20,7 +20,7 @@ except ImportError:
     triton = None
     tl = None
 
-__all__ = ["AVAILABLE", "jit", "tl"]
+__all__ = ["AVAILABLE", "jit", "padded", "tl"]
 
 AVAILABLE = triton is not None
 

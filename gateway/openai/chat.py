@@ -40,7 +40,6 @@ def _preparer(edge: Edge, asked: ChatRequest) -> Prepare:
         )
         ask = Ask(
             endpoint=ENDPOINT,
-            model=asked.model,
             prompts=[prompt],
             sampling=sampling,
             n=n,

@@ -44,7 +44,6 @@ def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
         )
         ask = Ask(
             endpoint=ENDPOINT,
-            model=asked.model,
             prompts=prompts,
             sampling=sampling,
             n=n,
