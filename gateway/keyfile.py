@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError
-from metering.lock import fsync_folder
+from metering.disk import fsync
 
 PREFIX = "mh-admin-"
 
@@ -47,5 +47,5 @@ def _mint(path: Path) -> str:
         key = _read(path)
     finally:
         beside.unlink()
-    fsync_folder(path.parent)
+    fsync(path.parent)
     return key

@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from metering.counts import CountRow, CountsTuple, add_rows
+from metering.disk import fsync
 from metering.events import Outcome, UsageEvent
-from metering.lock import FileLock, Locked, fsync_folder
+from metering.lock import FileLock, Locked
 from metering.segments import (
     FORMAT,
     Carried,
@@ -251,8 +252,8 @@ class Journal:
             number, requests = self._leaving[0]
             try:
                 if number != self._number:
-                    _fsync_file(segment_path(self.folder, number + 1))  # what was carried must outlive what is dropped
-                    fsync_folder(self.folder)
+                    fsync(segment_path(self.folder, number + 1))  # what was carried must outlive what is dropped
+                    fsync(self.folder)
                 rows = add_rows(request.row() for request in requests)
                 with self._moving:
                     self._totals.add(number, rows)
@@ -264,11 +265,3 @@ class Journal:
                 return
             if self._on_retired is not None:
                 self._on_retired([request.opened.event_id for request in requests])
-
-
-def _fsync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from metering.disk import fsync
 from metering.events import decode
-from metering.lock import fsync_folder
 
 _SIDES = ("-wal", "-shm")
 _SINGLE_STEPS = 64  # past an unreadable row go on by ones, then by doubles: a page holds a few dozen rows
@@ -31,7 +31,7 @@ def adopt(path: Path) -> None:
         for side in _SIDES:  # the old file's log must never be applied to the new one
             path.with_name(path.name + side).unlink(missing_ok=True)
         whole.replace(path)
-        fsync_folder(path.parent)
+        fsync(path.parent)
 
 
 def salvage(path: Path, schema: str, consumers: tuple[str, ...], reason: str) -> int:
@@ -52,7 +52,7 @@ def salvage(path: Path, schema: str, consumers: tuple[str, ...], reason: str) ->
             saved += _insert(db, digest, body, consumers)
         db.execute("COMMIT")
     draft.replace(path.with_name(path.name + ".salvaged"))
-    fsync_folder(path.parent)
+    fsync(path.parent)
     adopt(path)
     return saved
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from metering.counts import CountRow, Counts, CountsTuple, add_rows, hour_of
+from metering.disk import fsync
 from metering.events import Outcome, UsageEvent
 from metering.frames import frame, scan
-from metering.lock import fsync_folder
 from metering.totals import Totals
 
 log = logging.getLogger(__name__)
@@ -235,4 +235,4 @@ def retire(folder: Path, totals: Totals, found: Folder) -> None:
             path.rename(folder / "damaged" / path.name)
         elif number <= through:
             path.unlink()
-    fsync_folder(folder)
+    fsync(folder)

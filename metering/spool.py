@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from metering.counts import CountRow, add_rows, hour_of, row_of
+from metering.disk import fsync
 from metering.events import UsageEvent, decode, encode
-from metering.lock import FileLock, fsync_folder
+from metering.lock import FileLock
 from metering.salvage import adopt, salvage
 
 log = logging.getLogger(__name__)
@@ -478,7 +479,7 @@ class Spool:
             raise SpoolError(f"the spool {self.path} was written by a newer version (format {version})")
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {_VERSION}")
-        fsync_folder(self.path.parent)
+        fsync(self.path.parent)
         self._stored_bytes = int(db.execute("SELECT COALESCE(SUM(length(body)), 0) FROM settled").fetchone()[0])
         (self.quarantined_total,) = db.execute("SELECT COUNT(*) FROM quarantine").fetchone()
         return db

@@ -7,7 +7,6 @@ becomes of the folder it came from. A new load of a name is a new uuid: nothing 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -19,7 +18,9 @@ from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
 from billing.accounts import AdapterRecord
+from billing.errors import UnknownModel
 from billing.service import Idempotency
+from engine.adapters import CONFIG_FILE, WEIGHTS_FILE
 from engine.types import AdapterInfo, AdapterRef
 from gateway.admin.fields import Text
 from gateway.admin.idempotency import Once
@@ -27,10 +28,9 @@ from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time
 from gateway.errors import BadRequest, Unavailable
-from metering.lock import fsync_folder
+from metering.disk import fsync
 
-EVERY = 10_000  # the longest list the ledger gives
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 FolderText = Annotated[
     str, Meta(min_length=1, max_length=4096, description="folder on the server, in the format PEFT saves")
@@ -75,7 +75,7 @@ async def add_adapter(
         raise Unavailable("An adapter is checked by the engine, and none runs here: start the server first.")
     await asyncio.to_thread(admin.billing.tenant, tenant_id)  # an unknown tenant is told before anything is loaded
     load_id = str(uuid.uuid4())
-    kept = admin.adapters_dir.absolute() / load_id
+    kept = admin.adapters_dir / load_id
     record = replaced = None
     try:
         await asyncio.to_thread(_copy, data.path, kept)
@@ -117,7 +117,7 @@ def _record(
 ) -> tuple[AdapterRecord, AdapterRecord | None]:
     """Make the load the one that `name` means. Returns it, and the one it meant before."""
     with admin.adapters_lock:
-        before = next((one for one in admin.billing.adapters(tenant_id, limit=EVERY) if one.name == name), None)
+        before = _named(admin, tenant_id, name)
         record = admin.billing.add_adapter(
             tenant_id,
             name=name,
@@ -130,6 +130,13 @@ def _record(
     return record, before
 
 
+def _named(admin: AdminState, tenant_id: str, name: str) -> AdapterRecord | None:
+    try:
+        return admin.billing.resolve_model(tenant_id, name)[1]
+    except UnknownModel:
+        return None
+
+
 def _copy(source: str, kept: Path) -> None:
     """Keep the adapter's two files in a new folder. Raises `BadRequest`, and never tells what else lies there."""
     folder = Path(source)
@@ -140,23 +147,18 @@ def _copy(source: str, kept: Path) -> None:
     try:
         for name in FILES:
             shutil.copyfile(folder / name, kept / name)
-            _fsync(kept / name)
-        fsync_folder(kept)
-        fsync_folder(kept.parent)
+            fsync(kept / name)
+        fsync(kept)
+        fsync(kept.parent)
     except OSError as error:
         raise BadRequest(f"path: cannot be read ({error.strerror})", param="path") from None
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 async def _drop(admin: AdminState, load_id: str, kept: Path) -> None:
     """Unload when the last request has ended, then delete the copy: only what is ours, never a folder given to us."""
     if admin.engine is not None:
         await admin.engine.unload_adapter(load_id)
-    if kept.parent == admin.adapters_dir.absolute():
+    if kept.parent == admin.adapters_dir:
         await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
 

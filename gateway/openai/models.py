@@ -12,14 +12,12 @@ from billing.accounts import AdapterRecord
 from gateway.errors import ModelNotFound
 from gateway.openai.edge import Edge
 
-_PAGE = 100
-
 
 @get("/v1/models", tags=["OpenAI"])
 async def list_models(request: Request[Any, Any, Any], edge: NamedDependency[Edge]) -> dict[str, Any]:
     """Every name this key may ask for as `model`."""
     principal = edge.principal(request)
-    adapters = _adapters(edge, principal.tenant.id)
+    adapters = edge.billing.adapters(principal.tenant.id)  # all of them: a tenant has no more than one list holds
     return {"object": "list", "data": [_base(edge), *(_adapter(edge, record) for record in adapters)]}
 
 
@@ -34,17 +32,6 @@ async def get_model(
         raise ModelNotFound(wanted)
     _, record = edge.billing.resolve_model(principal.tenant.id, wanted)
     return _base(edge) if record is None else _adapter(edge, record)
-
-
-def _adapters(edge: Edge, tenant: str) -> list[AdapterRecord]:
-    records: list[AdapterRecord] = []
-    after: str | None = None
-    while page := edge.billing.adapters(tenant, limit=_PAGE, after=after):
-        records += page
-        if len(page) < _PAGE:
-            break
-        after = page[-1].id
-    return records
 
 
 def _base(edge: Edge) -> dict[str, Any]:
