@@ -52,6 +52,8 @@ class Pipe:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._poll = select.poll()  # select() takes no descriptor above 1023, and a busy gateway hands down such a one
+        self._poll.register(sock, select.POLLIN)
         self._unframer = Unframer.at_child()
 
     def send(self, message: ToParent) -> None:
@@ -69,7 +71,7 @@ class Pipe:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Whether there is something to receive, or the end, within that time (None: however long it takes)."""
-        return bool(select.select([self._sock], [], [], timeout_s)[0])
+        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def serve(pipe: Pipe, core: EngineCore) -> None:

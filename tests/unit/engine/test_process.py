@@ -1,8 +1,10 @@
 """The supervised child process, over a scripted runner: its life, its death and what the streams see of it."""
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -105,6 +107,18 @@ async def test_a_stream_comes_with_its_counts_and_the_queue_time(make: Make) -> 
     assert 0 < ups[-1].queue_us < 10_000_000
     assert engine.stats.steps_total == 4
     assert engine.info.name == "scripted"
+
+
+async def test_a_gateway_with_thousands_of_connections_can_start_it(make: Make) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 2048), hard), hard))
+    with contextlib.ExitStack() as open_files:
+        open_files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            open_files.enter_context(Path(os.devnull).open())
+        engine = make()
+        await engine.start()
+        assert len(await read(engine.submit(request()))) == 4
 
 
 async def test_what_can_never_be_served_is_refused_at_the_door(make: Make) -> None:
