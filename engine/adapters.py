@@ -2,7 +2,7 @@
 
 Knows: the folder's two files, PEFT's configuration and tensor names, and which of its features change the
 arithmetic. Does not know: where the numbers go (`engine.lora`) or who may use an adapter. No text of an error
-carries a path. torch is imported only where tensors are read, so the gateway can take a digest without it.
+carries a path. torch is imported only where tensors are read, so the file names and a digest can be had without it.
 
 Source: https://github.com/huggingface/peft (LoraConfig, lora.layer); rsLoRA: https://arxiv.org/abs/2312.03732.
 """

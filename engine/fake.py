@@ -9,13 +9,13 @@ can say beforehand what it will read. Blocks of prompts already seen count as ca
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.adapters import CONFIG_FILE, WEIGHTS_FILE, digest_folder
 from engine.client import StepHook, UpdateStream
 from engine.sequence import SequenceGroup, check_request
 from engine.tokens import Detokenizer, Tokenizer
@@ -36,8 +36,6 @@ from engine.types import (
     TokenLogprob,
     Update,
 )
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class FakeTokenizer(Tokenizer):
@@ -417,23 +415,18 @@ def _logprobs(token: int, count: int | None) -> list[TokenLogprob] | None:
 
 
 def _read_adapter(adapter: AdapterRef) -> AdapterInfo:
-    """What stands in the folder; the digest is of both files, each behind its length."""
+    """What stands in the folder, with the real engine's digest of it."""
     folder = Path(adapter.path)
+    digest = digest_folder(folder)
     try:
-        config, weights = ((folder / name).read_bytes() for name in ADAPTER_FILES)
-        parsed = json.loads(config)
-    except OSError:
-        raise AdapterRejected(f"adapter {adapter.name!r} has not both of {' and '.join(ADAPTER_FILES)}") from None
+        parsed = json.loads((folder / CONFIG_FILE).read_bytes())
     except ValueError:
-        raise AdapterRejected(f"adapter {adapter.name!r}: adapter_config.json is not JSON") from None
-    digest = hashlib.sha256()
-    for part in (config, weights):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        raise AdapterRejected(f"adapter {adapter.name!r}: {CONFIG_FILE} is not JSON") from None
     targets = parsed.get("target_modules") or []
     return AdapterInfo(
         id=adapter.id,
-        digest=digest.hexdigest(),
+        digest=digest,
         rank=int(parsed.get("r", 0)),
         targets=tuple(targets) if isinstance(targets, list) else (str(targets),),
-        nbytes=len(weights),
+        nbytes=(folder / WEIGHTS_FILE).stat().st_size,
     )

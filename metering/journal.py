@@ -168,9 +168,9 @@ class Journal:
     def totals(self, start_us: int, end_us: int) -> list[CountRow]:
         """Sums of the last journalled counts of every request whose hour begins in [start, end), open ones too."""
         with self._moving:  # no segment moves into the totals between the two reads
-            with self._lock:
+            with self._lock:  # a step waits for it: only the list is copied under it
                 live = [*self._state.requests.values(), *(r for _, requests in self._leaving for r in requests)]
-                rows = [request.row() for request in live]
+            rows = [request.row() for request in live]
             return add_rows(
                 [*(r for r in rows if start_us <= r.hour_us < end_us), *self._totals.rows(start_us, end_us)]
             )

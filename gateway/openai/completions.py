@@ -52,7 +52,7 @@ def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
             metadata=asked.metadata or {},
             cache_salt=asked.cache_salt or "",
         )
-        echo = [_text(edge, prompt) for prompt in texts_or_ids] if asked.echo else None
+        echo = [await _text(edge, prompt) for prompt in texts_or_ids] if asked.echo else None
         return ask, lambda admitted: Renderer(
             TextDialect(edge.tokenizer, echo, n),
             request_id=admitted.live.id,
@@ -97,5 +97,5 @@ async def _tokens(edge: Edge, prompt: str | list[int]) -> list[int]:
     return ids
 
 
-def _text(edge: Edge, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else edge.tokenizer.decode(prompt, skip_special_tokens=False)
+async def _text(edge: Edge, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else await edge.text_of(prompt)

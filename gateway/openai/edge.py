@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 INLINE_CHARACTERS = 8192
-"""Longer texts are tokenized on another thread: a long prompt must not stop everybody's stream."""
+"""Longer texts (and more tokens) are worked on by another thread: a long prompt must not stop everybody's stream."""
 
 R = TypeVar("R")
 
@@ -207,6 +207,14 @@ class Edge:
                 text, add_special_tokens=add_special_tokens, max_tokens=self.engine.info.max_model_len
             ),
         )
+
+    async def text_of(self, ids: list[int]) -> str:
+        """What token ids stand for, special ones shown."""
+
+        def work() -> str:
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+        return work() if len(ids) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
     async def _tokenized(self, param: str, size: int, work: Callable[[], list[int]]) -> list[int]:
         try:

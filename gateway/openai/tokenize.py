@@ -54,4 +54,4 @@ async def detokenize(request: Request[Any, Any, Any], edge: NamedDependency[Edge
     asked = decode(DetokenizeRequest, await edge.body(request))
     edge.check_ids(asked.tokens, "tokens")
     edge.admission.enter(principal, asked.model).lease.close(0)
-    return {"prompt": edge.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+    return {"prompt": await edge.text_of(asked.tokens)}
