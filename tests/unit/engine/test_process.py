@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from engine.fake import ADAPTER_FILES
+from engine.adapters import CONFIG_FILE, WEIGHTS_FILE
 from engine.process import EngineProcess
 from engine.types import (
     AdapterRef,
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def write_adapter(folder: Path, content: bytes = b"w") -> AdapterRef:
     folder.mkdir(exist_ok=True)
-    for name in ADAPTER_FILES:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         (folder / name).write_bytes(content)
     return AdapterRef(id=folder.name, name="pirate", path=str(folder))
 
@@ -115,7 +115,7 @@ async def test_a_gateway_with_thousands_of_connections_can_start_it(make: Make) 
     with contextlib.ExitStack() as open_files:
         open_files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1100):
-            open_files.enter_context(Path(os.devnull).open())
+            open_files.callback(os.close, os.dup(0))
         engine = make()
         await engine.start()
         assert len(await read(engine.submit(request()))) == 4
