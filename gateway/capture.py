@@ -233,14 +233,3 @@ class Capture:
         for task in list(self._queued):
             task.cancel()
         await asyncio.gather(*self._queued, return_exceptions=True)
-
-
-def counts_json(counts: TokenCounts) -> dict[str, object]:
-    """OpenAI's `usage` object: both details always, so that a zero is a zero and never 'missing'."""
-    return {
-        "prompt_tokens": counts.prompt,
-        "completion_tokens": counts.completion,
-        "total_tokens": counts.prompt + counts.completion,
-        "prompt_tokens_details": {"cached_tokens": counts.cached},
-        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
-    }

@@ -73,6 +73,11 @@ class BadRequest(ApiError):
     status, type = 400, "invalid_request_error"
 
 
+def invalid(field: str, reason: str, *, code: str = "invalid_value") -> BadRequest:
+    """The `BadRequest` for one field: its text is the field's name and the reason."""
+    return BadRequest(f"{field}: {reason}.", param=field, code=code)
+
+
 class Unauthorized(ApiError):
     status, type, code = 401, "invalid_request_error", "invalid_api_key"
 
@@ -163,6 +168,8 @@ class DeadlineExceeded(ApiError):
 
 # --- the map -------------------------------------------------------------------------------------
 
+_UNKNOWN = "The server failed to handle the request; its log has the cause under the request id."
+
 
 def api_error(error: BaseException) -> ApiError:
     """The answer to give for any exception; a text that was not written for clients is replaced."""
@@ -171,7 +178,7 @@ def api_error(error: BaseException) -> ApiError:
     for kinds, convert in _MAP:
         if isinstance(error, kinds):
             return convert(error)
-    return InternalError("The server failed to handle the request; its log has the cause under the request id.")
+    return InternalError(_UNKNOWN)
 
 
 def _invalid(error: billing.Invalid) -> ApiError:
@@ -195,7 +202,7 @@ def _http(error: Any) -> ApiError:
         return kind(text, headers=error.headers)
     if 400 <= error.status_code < 500:
         return BadRequest("The request is malformed.", headers=error.headers)
-    return InternalError("The server failed to handle the request; its log has the cause under the request id.")
+    return InternalError(_UNKNOWN)
 
 
 def _parameters(error: ValidationException) -> ApiError:

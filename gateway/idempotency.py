@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.errors import BadRequest, Conflict, api_error
+from gateway.errors import Conflict, api_error, invalid
 from gateway.sse import Answer
 
 log = structlog.get_logger(__name__)
@@ -128,9 +128,7 @@ class Idempotency:
         Raises `BadRequest` for a key that cannot be one, `Conflict` when it was used for another body.
         """
         if not 0 < len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-            raise BadRequest(
-                f"{HEADER}: must be 1 to {MAX_KEY_LENGTH} printable characters.", param=HEADER, code="invalid_value"
-            )
+            raise invalid(HEADER, f"must be 1 to {MAX_KEY_LENGTH} printable characters")
         scope = hashlib.sha256(f"{key_id}\0{key}".encode()).digest()
         digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
         first = self.running.get(scope)

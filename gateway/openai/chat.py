@@ -10,8 +10,8 @@ from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from gateway.admission import Admitted, Ask
-from gateway.errors import BadRequest
-from gateway.openai.edge import Edge, Prepare
+from gateway.errors import invalid
+from gateway.openai.edge import Edge, Prepare, asked_of, worded
 from gateway.openai.render import ChatDialect, Renderer
 from gateway.openai.schema import ChatRequest, check_common, decode, sampling_params
 
@@ -38,26 +38,8 @@ def _preparer(edge: Edge, asked: ChatRequest) -> Prepare:
             logprobs=logprobs,
             vocab_size=edge.engine.info.vocab_size,
         )
-        ask = Ask(
-            endpoint=ENDPOINT,
-            prompts=[prompt],
-            sampling=sampling,
-            n=n,
-            stream=bool(asked.stream),
-            user=asked.user or "",
-            metadata=asked.metadata or {},
-            cache_salt=asked.cache_salt or "",
-        )
-        return ask, lambda admitted: Renderer(
-            ChatDialect(edge.tokenizer),
-            request_id=admitted.live.id,
-            model=model,
-            created_s=admitted.live.record.ts_us // 1_000_000,
-            choices=n,
-            n=n,
-            stream=ask.stream,
-            include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        )
+        ask = asked_of(asked, endpoint=ENDPOINT, prompts=[prompt], sampling=sampling, n=n)
+        return ask, worded(asked, ask, model, ChatDialect(edge.tokenizer))
 
     return prepare
 
@@ -65,22 +47,18 @@ def _preparer(edge: Edge, asked: ChatRequest) -> Prepare:
 def _max_tokens(asked: ChatRequest) -> int | None:
     old, new = asked.max_tokens, asked.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise BadRequest("max_tokens: differs from max_completion_tokens.", param="max_tokens", code="invalid_value")
+        raise invalid("max_tokens", "differs from max_completion_tokens")
     if new is not None and new < 1:
-        raise BadRequest(
-            "max_completion_tokens: must be at least 1.", param="max_completion_tokens", code="invalid_value"
-        )
+        raise invalid("max_completion_tokens", "must be at least 1")
     return old if new is None else new
 
 
 def _logprobs(asked: ChatRequest) -> int | None:
     if not asked.logprobs:
         if asked.top_logprobs:
-            raise BadRequest(
-                "top_logprobs: only allowed when logprobs is true.", param="top_logprobs", code="invalid_value"
-            )
+            raise invalid("top_logprobs", "only allowed when logprobs is true")
         return None
     top = asked.top_logprobs or 0
     if not 0 <= top <= 20:
-        raise BadRequest("top_logprobs: must lie between 0 and 20.", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs", "must lie between 0 and 20")
     return top

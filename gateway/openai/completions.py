@@ -10,8 +10,8 @@ from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from gateway.admission import Admitted, Ask
-from gateway.errors import BadRequest
-from gateway.openai.edge import Edge, Prepare
+from gateway.errors import invalid
+from gateway.openai.edge import Edge, Prepare, asked_of, worded
 from gateway.openai.render import Renderer, TextDialect
 from gateway.openai.schema import CompletionRequest, check_common, decode, sampling_params
 
@@ -31,7 +31,7 @@ def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
     n = check_common(asked, max_n=edge.settings.max_n)
     texts_or_ids = _prompts(asked.prompt, edge.settings.max_prompts)
     if asked.echo and asked.logprobs is not None:
-        raise BadRequest("echo: not supported together with logprobs.", param="echo", code="unsupported_parameter")
+        raise invalid("echo", "not supported together with logprobs", code="unsupported_parameter")
 
     async def prepare(model: str) -> tuple[Ask, Callable[[Admitted], Renderer]]:
         prompts = [await _tokens(edge, prompt) for prompt in texts_or_ids]
@@ -42,27 +42,9 @@ def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
             logprobs=asked.logprobs,
             vocab_size=edge.engine.info.vocab_size,
         )
-        ask = Ask(
-            endpoint=ENDPOINT,
-            prompts=prompts,
-            sampling=sampling,
-            n=n,
-            stream=bool(asked.stream),
-            user=asked.user or "",
-            metadata=asked.metadata or {},
-            cache_salt=asked.cache_salt or "",
-        )
+        ask = asked_of(asked, endpoint=ENDPOINT, prompts=prompts, sampling=sampling, n=n)
         echo = [await _text(edge, prompt) for prompt in texts_or_ids] if asked.echo else None
-        return ask, lambda admitted: Renderer(
-            TextDialect(edge.tokenizer, echo, n),
-            request_id=admitted.live.id,
-            model=model,
-            created_s=admitted.live.record.ts_us // 1_000_000,
-            choices=n * len(prompts),
-            n=n,
-            stream=ask.stream,
-            include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        )
+        return ask, worded(asked, ask, model, TextDialect(edge.tokenizer, echo, n))
 
     return prepare
 
@@ -76,13 +58,13 @@ def _prompts(prompt: str | list[Any], most: int) -> Sequence[str | list[int]]:
     texts = all(isinstance(item, str) for item in prompt)
     ids = all(isinstance(item, list) for item in prompt)
     if not prompt or not (texts or ids):
-        raise BadRequest(
-            "prompt: must be a string, a list of strings, token ids, or a list of token ids, and not be empty.",
-            param="prompt",
+        raise invalid(
+            "prompt",
+            "must be a string, a list of strings, token ids, or a list of token ids, and not be empty",
             code="invalid_type",
         )
     if len(prompt) > most:
-        raise BadRequest(f"prompt: at most {most} prompts in one request.", param="prompt", code="invalid_value")
+        raise invalid("prompt", f"at most {most} prompts in one request")
     return prompt
 
 
@@ -93,7 +75,7 @@ async def _tokens(edge: Edge, prompt: str | list[int]) -> list[int]:
         ids = prompt
         edge.check_ids(ids, "prompt")
     if not ids:
-        raise BadRequest("prompt: must not be empty.", param="prompt", code="invalid_value")
+        raise invalid("prompt", "must not be empty")
     return ids
 
 

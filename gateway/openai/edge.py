@@ -6,7 +6,7 @@ Knows: the order auth → body → idempotency → door → task. Does not know 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -15,14 +15,14 @@ from litestar.types import ASGIApp
 
 from billing.service import Billing
 from engine.client import Engine
-from engine.types import PromptTooLong
+from engine.types import PromptTooLong, SamplingParams
 from gateway.admission import Admission, Admitted, Ask
 from gateway.auth import Principal, authenticate
 from gateway.capture import Capture
-from gateway.errors import BadRequest, RequestTimeout, UnsupportedMediaType, api_error
+from gateway.errors import BadRequest, RequestTimeout, UnsupportedMediaType, api_error, invalid
 from gateway.idempotency import HEADER, REPLAYED, Claim, Idempotency
 from gateway.openai.generation import Generation
-from gateway.openai.render import Renderer
+from gateway.openai.render import Dialect, Renderer
 from gateway.openai.schema import Sampling
 from gateway.settings import Settings
 from gateway.sse import Answer, Reply
@@ -58,6 +58,34 @@ class Tokenizer(Protocol):
 
 Prepare = Callable[[str], Awaitable[tuple[Ask, Callable[[Admitted], Renderer]]]]
 """Model name → what is asked of the engine, and how its answer will be worded."""
+
+
+def asked_of(body: Sampling, *, endpoint: str, prompts: Sequence[list[int]], sampling: SamplingParams, n: int) -> Ask:
+    """What both generating endpoints ask of the engine, in the same way."""
+    return Ask(
+        endpoint=endpoint,
+        prompts=prompts,
+        sampling=sampling,
+        n=n,
+        stream=bool(body.stream),
+        user=body.user or "",
+        metadata=body.metadata or {},
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def worded(body: Sampling, ask: Ask, model: str, dialect: Dialect) -> Callable[[Admitted], Renderer]:
+    """How the answer to `ask` will be worded, once it is let in."""
+    return lambda admitted: Renderer(
+        dialect,
+        request_id=admitted.live.id,
+        model=model,
+        created_s=admitted.live.record.ts_us // 1_000_000,
+        choices=ask.n * len(ask.prompts),
+        n=ask.n,
+        stream=ask.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    )
 
 
 class Edge:
@@ -222,12 +250,12 @@ class Edge:
         except PromptTooLong as error:
             raise BadRequest(str(error), param=param, code="context_length_exceeded") from None
         except ValueError as error:
-            raise BadRequest(f"{param}: {error}.", param=param, code="invalid_value") from None
+            raise invalid(param, str(error)) from None
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Raise when a token id is none of this model's."""
         if ids and not 0 <= min(ids) <= max(ids) < self.engine.info.vocab_size:
-            raise BadRequest(f"{param}: has a token id outside the vocabulary.", param=param, code="invalid_value")
+            raise invalid(param, "has a token id outside the vocabulary")
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """Completion tokens that fit behind a prompt. Raises when there is none."""

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.types import ChoiceDelta, Finish, TokenCounts, TokenLogprob, Update
-from gateway.capture import counts_json
 from gateway.sse import DONE
 
 _encode = msgspec.json.Encoder().encode
@@ -245,3 +244,14 @@ class Renderer:
             "finish_reason": _FINISH.get(choice.finish) if choice.finish is not None else None,
             "stop_reason": choice.stop_reason,
         }
+
+
+def counts_json(counts: TokenCounts) -> dict[str, object]:
+    """OpenAI's `usage` object: both details always, so that a zero is a zero and never 'missing'."""
+    return {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
+    }

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.types import SamplingParams
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, invalid
 
 Str = Annotated[str, Meta(max_length=256)]
 _Bounded = Annotated[str, Meta(max_length=1 << 22)]
@@ -184,7 +184,7 @@ def decode(kind: type[_B], body: bytes) -> _B:
 def _refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     # `1 == True` in Python, and `store: 0` is not a boolean: kinds are compared as well.
     if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-        raise BadRequest(f"{name}: not supported by this server.", param=name, code="unsupported_parameter")
+        raise invalid(name, "not supported by this server", code="unsupported_parameter")
 
 
 def sampling_params(
@@ -208,7 +208,7 @@ def sampling_params(
         **given,
     )
     for field, reason in params.validate(vocab_size):
-        raise BadRequest(f"{field}: {reason}.", param=field, code="invalid_value")
+        raise invalid(field, reason)
     return params
 
 
@@ -232,7 +232,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     try:
         return {_token_id(token): bias for token, bias in given.items()}
     except ValueError:
-        raise BadRequest("logit_bias: keys are token ids.", param="logit_bias", code="invalid_value") from None
+        raise invalid("logit_bias", "keys are token ids") from None
 
 
 def _token_id(text: str) -> int:
@@ -245,16 +245,10 @@ def check_common(body: Sampling, *, max_n: int) -> int:
     """`n`, after the checks both endpoints share: bounds of n and metadata, stream_options without stream."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= max_n:
-        raise BadRequest(f"n: must lie between 1 and {max_n}.", param="n", code="invalid_value")
+        raise invalid("n", f"must lie between 1 and {max_n}")
     if body.stream_options is not None and not body.stream:
-        raise BadRequest(
-            "stream_options: only allowed when stream is true.", param="stream_options", code="invalid_value"
-        )
+        raise invalid("stream_options", "only allowed when stream is true")
     metadata = body.metadata or {}
     if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
-        raise BadRequest(
-            "metadata: at most 16 pairs, keys of at most 64 and values of at most 512 characters.",
-            param="metadata",
-            code="invalid_value",
-        )
+        raise invalid("metadata", "at most 16 pairs, keys of at most 64 and values of at most 512 characters")
     return n

@@ -10,7 +10,7 @@ from typing import Any
 from litestar import Request, post
 from litestar.di import NamedDependency
 
-from gateway.errors import BadRequest
+from gateway.errors import invalid
 from gateway.openai.edge import Edge
 from gateway.openai.schema import DetokenizeRequest, TokenizeRequest, decode
 
@@ -21,7 +21,7 @@ async def tokenize(request: Request[Any, Any, Any], edge: NamedDependency[Edge])
     principal = edge.principal(request)
     asked = decode(TokenizeRequest, await edge.body(request))
     if (asked.prompt is None) == (asked.messages is None):
-        raise BadRequest("prompt: give either prompt or messages.", param="prompt", code="invalid_value")
+        raise invalid("prompt", "give either prompt or messages")
     door = edge.admission.enter(principal, asked.model)
     try:
         tokens = await _tokens(edge, asked)
@@ -38,10 +38,8 @@ async def _tokens(edge: Edge, asked: TokenizeRequest) -> list[int]:
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
         return await edge.text_tokens(asked.prompt or "", add_special_tokens=special)
     if asked.add_special_tokens:
-        raise BadRequest(
-            "add_special_tokens: not supported for messages; the template has them.",
-            param="add_special_tokens",
-            code="unsupported_parameter",
+        raise invalid(
+            "add_special_tokens", "not supported for messages; the template has them", code="unsupported_parameter"
         )
     prompt = True if asked.add_generation_prompt is None else asked.add_generation_prompt
     return await edge.chat_tokens([message.plain() for message in asked.messages], add_generation_prompt=prompt)
