@@ -6,9 +6,8 @@ import msgspec
 from litestar import Router, get, post
 from litestar.params import FromPath, JSONBody
 
-from billing.money import format_amount, parse_amount
-from gateway.admin.body import Fault
-from gateway.admin.fields import Currency, MoneyText, Text, amount_fault, currency_fault
+from billing.money import format_amount
+from gateway.admin.fields import Currency, MoneyText, Text
 from gateway.admin.idempotency import Once
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time
@@ -20,12 +19,6 @@ class CreditGrant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     amount: MoneyText
     currency: Currency
     reason: Text
-
-    def faults(self) -> list[Fault]:
-        faults = amount_fault("amount", self.amount) + currency_fault(self.currency)
-        if not faults and parse_amount(self.amount) <= 0:
-            faults.append(("amount", "must be more than 0"))
-        return faults
 
 
 class CreditView(msgspec.Struct, kw_only=True):

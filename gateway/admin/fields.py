@@ -1,13 +1,11 @@
-"""Types and rules that several request bodies share. What else a value must be is the ledger's to say."""
+"""Types that several request bodies share, and the rule of times. What else a value must be is the ledger's to say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from billing.money import MoneyError, minor_digits, parse_amount, parse_price
 from gateway.admin.body import Fault
 from gateway.admin.times import TimeError, parse_time
 
@@ -18,24 +16,8 @@ TimeText = Annotated[str | int, Meta(description="RFC 3339, or seconds since the
 
 
 def time_fault(field: str, value: str | int) -> list[Fault]:
-    return _fault(field, parse_time, value)
-
-
-def price_fault(field: str, value: str) -> list[Fault]:
-    return _fault(field, parse_price, value)
-
-
-def amount_fault(field: str, value: str) -> list[Fault]:
-    return _fault(field, parse_amount, value)
-
-
-def currency_fault(value: str) -> list[Fault]:
-    return _fault("currency", minor_digits, value)
-
-
-def _fault(field: str, parse: Callable[[Any], object], value: Any) -> list[Fault]:
     try:
-        parse(value)
-    except (TimeError, MoneyError) as error:
+        parse_time(value)
+    except TimeError as error:
         return [(field, str(error))]
     return []

@@ -9,18 +9,11 @@ from litestar import Router, get, post
 from litestar.params import JSONBody
 from msgspec import Meta
 
+from billing.errors import Invalid
 from billing.money import format_price
-from billing.prices import PriceVersion
+from billing.prices import PriceVersion, check_price
 from gateway.admin.body import Fault
-from gateway.admin.fields import (
-    Currency,
-    MoneyText,
-    Text,
-    TimeText,
-    currency_fault,
-    price_fault,
-    time_fault,
-)
+from gateway.admin.fields import Currency, MoneyText, Text, TimeText, time_fault
 from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
@@ -45,11 +38,12 @@ class PriceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tenant: Text | None = None
 
     def faults(self) -> list[Fault]:
-        faults = currency_fault(self.currency)
-        if self.effective_at is not None:
-            faults += time_fault("effective_at", self.effective_at)
-        for name in self.per_million.__struct_fields__:
-            faults += price_fault(f"per_million.{name}", getattr(self.per_million, name))
+        """The time's fault, which only this side knows, and with it all of the ledger's own."""
+        faults = [] if self.effective_at is None else time_fault("effective_at", self.effective_at)
+        try:
+            check_price(self.model, 0, self.currency, msgspec.structs.asdict(self.per_million))
+        except Invalid as error:
+            faults += error.faults
         return faults
 
 

@@ -10,8 +10,7 @@ from litestar.params import FromPath, JSONBody
 from msgspec import UNSET, Meta, UnsetType
 
 from billing.accounts import Tenant, TenantStatus
-from gateway.admin.body import Fault
-from gateway.admin.fields import Currency, Text, currency_fault
+from gateway.admin.fields import Currency, Text
 from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
@@ -32,9 +31,6 @@ class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stripe_customer_id: Text | None = None
     default_adapter: Text | None = None
     limits: Limits | None = None
-
-    def faults(self) -> list[Fault]:
-        return currency_fault(self.currency)
 
 
 class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
