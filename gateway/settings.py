@@ -124,8 +124,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def base_url(self) -> str:
         """Where a client on this machine reaches the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
+        return f"http://{reachable(self.host)}:{self.port}"
 
     def __repr__(self) -> str:
         """All values, secrets and passwords in URLs redacted."""
@@ -135,6 +134,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def shown(self) -> dict[str, Any]:
         """Name → value as it may be printed or logged."""
         return {name: _redact(name, getattr(self, name)) for name in self.__struct_fields__}
+
+
+def reachable(host: str) -> str:
+    """How a client on this machine writes, in a URL, the address that a server listens on."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):

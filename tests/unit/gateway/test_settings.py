@@ -115,3 +115,17 @@ def test_admin_key_is_minted_once_for_its_owner_only(tmp_path: Path) -> None:
     settings.admin_key_file.write_text("")
     with pytest.raises(SettingsError):
         admin_key(settings)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("fd00::2", "http://[fd00::2]:8000"),
+        ("box.example", "http://box.example:8000"),
+    ],
+)
+def test_where_a_client_finds_the_server(host: str, url: str) -> None:
+    assert load({"host": host}, {}).base_url == url
