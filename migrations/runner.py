@@ -154,7 +154,7 @@ def migrate_ledger(target: str | sqlalchemy.Engine, folder: Path = LEDGER_FOLDER
 
     `target` is `sqlite:///path`, `postgresql+psycopg://…` or an engine on one.
     """
-    engine = sqlalchemy.create_engine(target) if isinstance(target, str) else target
+    engine = _engine(target) if isinstance(target, str) else target
     try:
         with _one_at_a_time(engine), engine.connect() as connection:
             return _upgrade(connection, folder)
@@ -163,6 +163,21 @@ def migrate_ledger(target: str | sqlalchemy.Engine, folder: Path = LEDGER_FOLDER
     finally:
         if isinstance(target, str):
             engine.dispose()
+
+
+def _engine(url: str) -> sqlalchemy.Engine:
+    """Raises `MigrationError` with a text that does not repeat the URL, which may hold a password."""
+    try:
+        return sqlalchemy.create_engine(url)
+    except ImportError as error:
+        raise MigrationError(
+            f"the ledger's database needs the package {error.name!r}, which is not installed: for PostgreSQL, "
+            "pip install 'meterhouse[postgres]'"
+        ) from None
+    except (SQLAlchemyError, ValueError):
+        raise MigrationError(
+            "the ledger's URL cannot be understood: sqlite:///path or postgresql+psycopg://…"
+        ) from None
 
 
 def _upgrade(connection: sqlalchemy.Connection, folder: Path) -> list[str]:

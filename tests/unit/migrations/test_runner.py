@@ -184,3 +184,17 @@ def test_two_ledger_migrations_at_once(ledger: str) -> None:
 def test_a_ledger_that_cannot_be_opened_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(MigrationError, match="cannot be migrated"):
         migrate_ledger(f"sqlite:///{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("no url, and a secret", "cannot be understood"),
+        ("postgresql+psycopg://me:secret@host:port/db", "cannot be understood"),
+        ("oracle://me:secret@host/db", "not installed"),
+    ],
+)
+def test_a_ledger_url_that_leads_nowhere_is_one_sentence_without_it(url: str, told: str) -> None:
+    with pytest.raises(MigrationError, match=told) as caught:
+        migrate_ledger(url)
+    assert "secret" not in str(caught.value)
