@@ -7,7 +7,7 @@ of them does. Only `lifecycle` and the tests call it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -117,13 +117,6 @@ def create_app(
     admin: AdminState | None,
 ) -> Litestar:
     """All routes over the given parts."""
-
-    async def before_send(message: Message, scope: Scope) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableScopeHeaders.from_message(message)
-            headers[REQUEST_ID] = exchange_id(scope)
-            telemetry["meterhouse_http_responses_total"].labels(str(message["status"])).inc()
-
     routes: list[Any] = [
         chat_completions,
         completions,
@@ -143,7 +136,7 @@ def create_app(
             "telemetry": _constant(telemetry),
         },
         exception_handlers={Exception: handle},
-        before_send=[before_send],
+        before_send=[_sign(telemetry)],
         request_max_body_size=settings.max_body_bytes,
         openapi_config=OpenAPIConfig(
             title="Meterhouse",
@@ -160,20 +153,28 @@ def create_app(
 
 def create_admin_app(settings: Settings, admin: AdminState) -> Litestar:
     """The admin API alone, for a command line beside no server."""
-
-    async def before_send(message: Message, scope: Scope) -> None:
-        if message["type"] == "http.response.start":
-            MutableScopeHeaders.from_message(message)[REQUEST_ID] = exchange_id(scope)
-
     return Litestar(
         route_handlers=[admin_router(admin)],
         exception_handlers={Exception: handle},
-        before_send=[before_send],
+        before_send=[_sign(None)],
         request_max_body_size=settings.max_body_bytes,
         openapi_config=None,
         debug=False,
         logging_config=None,
     )
+
+
+def _sign(telemetry: Telemetry | None) -> Callable[[Message, Scope], Awaitable[None]]:
+    """Put the exchange's id on every answer, and count it by status where somebody counts."""
+
+    async def before_send(message: Message, scope: Scope) -> None:
+        if message["type"] != "http.response.start":
+            return
+        MutableScopeHeaders.from_message(message)[REQUEST_ID] = exchange_id(scope)
+        if telemetry is not None:
+            telemetry["meterhouse_http_responses_total"].labels(str(message["status"])).inc()
+
+    return before_send
 
 
 def _constant(value: Any) -> Provide:
