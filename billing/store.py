@@ -192,7 +192,7 @@ class EventStore:
     def __init__(self, url: str) -> None:
         self._engine = _engine(url)
         try:
-            with self._connected() as connection:
+            with self.connected() as connection:
                 _head(connection)
         except LedgerUnavailable:
             self.close()
@@ -205,24 +205,24 @@ class EventStore:
     @contextmanager
     def exclusive(self) -> Iterator[Log]:
         """The log for one writer alone; commits on leaving, keeps nothing of it on an error."""
-        with self._connected(write=True) as connection:
+        with self.connected(write=True) as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(WRITER_LOCK)))
             yield Log(connection)
 
     def read(self, after_seq: int = 0, limit: int = PAGE) -> list[StoredEvent]:
         """At most `limit` events after `after_seq`, in order."""
-        with self._connected() as connection:
+        with self.connected() as connection:
             return _page(connection, after_seq, limit)
 
     def find(self, key: str) -> StoredEvent | None:
         """The event that stands under this idempotency key."""
-        with self._connected() as connection:
+        with self.connected() as connection:
             return _find(connection, [key]).get(key)
 
     def find_all(self, keys: Sequence[str]) -> dict[str, StoredEvent]:
         """The events that stand under these idempotency keys, by key."""
-        with self._connected() as connection:
+        with self.connected() as connection:
             return _find(connection, keys)
 
     def scan(self, stream: str, *, recorded_from_us: int = 0) -> Iterator[StoredEvent]:
@@ -239,7 +239,7 @@ class EventStore:
                 .order_by(_table.c.version)
                 .limit(PAGE)
             )
-            with self._connected() as connection:
+            with self.connected() as connection:
                 page = _rows(connection.execute(query))
             if not page:
                 return
@@ -260,7 +260,8 @@ class EventStore:
         return seq
 
     @contextmanager
-    def _connected(self, *, write: bool = False) -> Iterator[sa.Connection]:
+    def connected(self, *, write: bool = False) -> Iterator[sa.Connection]:
+        """A transaction on the ledger's database; `write` takes SQLite's one writer's place at once."""
         try:
             with self._engine.connect() as plain:
                 connection = plain.execution_options(meterhouse_write=write)
@@ -275,7 +276,7 @@ class EventStore:
 def _reason(error: Exception) -> str:
     """A text for people, without the SQL and the address that the driver's own has."""
     text = str(getattr(error, "orig", error))
-    if "no such table" in text or 'relation "events" does not exist' in text:
+    if "no such table" in text or ('relation "' in text and "does not exist" in text):
         return "the ledger is not migrated: run `meterhouse migrate`"
     return "the ledger's database cannot be used now"
 

@@ -32,6 +32,7 @@ COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "am
 UNRATED = ("event_id", "tenant", "model", "started_at", "reason")
 INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
 LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
+GATEWAY = ("id", "alive", "this", "stored_until", "seen_at", "started_at")
 DIFFERENCE = ("between", "tenant", "model", "start", "invoice", "left", "right")
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -146,7 +147,10 @@ _limit = click.option(
 def _open_here(settings: Settings) -> Iterator[Any]:
     """The admin app on the data folder, without an engine. The whole program hangs on it, so it is imported late."""
     from gateway import lifecycle
+    from gateway.telemetry import configure_logging
 
+    # Standard output is the answer's, standard error has one sentence; who debugs gets the log there too.
+    configure_logging("debug" if settings.log_level == "debug" else "critical", settings.log_format)
     try:
         with lifecycle.open_admin(settings) as app:
             yield app
@@ -472,6 +476,27 @@ def _show_invoice(printer: Printer, found: dict[str, Any]) -> None:
     printer.show(found, (*INVOICE, "exact_total", "stripe_invoice_id"))
     if not printer.as_json:
         printer.show(found["lines"], LINE)
+
+
+@main.group()
+def gateway() -> None:
+    """Gateways on this ledger: how far each has stored its usage."""
+
+
+@gateway.command("list")
+@_admin
+def gateway_list(api: AdminClient, printer: Printer) -> None:
+    """List the gateways that hold, or may hold, usage that is not stored yet."""
+    printer.show(list(api.pages("/gateways")), GATEWAY)
+
+
+@gateway.command("remove")
+@click.argument("gateway_id", metavar="GATEWAY")
+@_admin
+def gateway_remove(api: AdminClient, printer: Printer, gateway_id: str) -> None:
+    """Give up a gateway whose data folder is lost, so that invoices no longer wait for it."""
+    api.delete("/gateways/{}", gateway_id)
+    printer.say("Removed.")
 
 
 @main.command()

@@ -1,7 +1,8 @@
-"""What a server does every two seconds besides serving: it catches up with the ledger.
+"""What a server does every two seconds besides serving: it catches up with the ledger, and says how far it is itself.
 
-Knows: other gateways on the same ledger make tenants, keys, prices and grants, and this one has to see them. Does not
-know: what is in the ledger. What fails is logged once, and again when it works; requests go on with what is known.
+Knows: other gateways on the same ledger make tenants, keys, prices and grants, and this one has to see them; they cut
+invoices, and have to see up to when this one's usage is stored. Does not know: what is in the ledger. What fails is
+logged once, and again when it works; requests go on with what is known, and a watermark that is not told holds back.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from gateway.stores import Stores
+from gateway.watermark import stored_until_us
+
 log = structlog.get_logger(__name__)
 
 BEAT_S = 2.0
 
 
 class Heartbeat:
-    """Calls `refresh` over and over, on a thread of its own. `start` on the event loop, `stop` before stores close."""
+    """Beats on the event loop, its disk and network on a thread of its own. `stop` it before the stores close."""
 
-    def __init__(self, refresh: Callable[[], None], beat_s: float = BEAT_S) -> None:
-        self._refresh = refresh
+    def __init__(self, stores: Stores, clock_us: Callable[[], int], beat_s: float = BEAT_S) -> None:
+        self._stores = stores
+        self._clock_us = clock_us
         self._beat_s = beat_s
         self._thread = ThreadPoolExecutor(1, "heartbeat")
         self._task: asyncio.Task[None] | None = None
@@ -41,13 +46,21 @@ class Heartbeat:
         while True:
             await asyncio.sleep(self._beat_s)
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._refresh)
+                await self._beat()
             except Exception as error:  # whatever it is, the next beat may do better
                 self._failed(error)
             else:
                 if self._fault is not None:
                     log.info("heartbeat_again")
                 self._fault = None
+
+    async def _beat(self) -> None:
+        stored_us = await stored_until_us(self._clock_us, self._stores.journal, self._stores.spool)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, stored_us)
+
+    def _exchange(self, stored_us: int) -> None:
+        self._stores.billing.refresh()
+        self._stores.publish(stored_us)
 
     def _failed(self, error: Exception) -> None:
         fault = str(error) or type(error).__name__

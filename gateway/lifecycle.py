@@ -39,7 +39,7 @@ from gateway.heartbeat import BEAT_S, Heartbeat
 from gateway.idempotency import Idempotency
 from gateway.keyfile import admin_key
 from gateway.openai import edge
-from gateway.server import bind, make_server
+from gateway.server import bind, make_server, raise_file_limit
 from gateway.settings import Settings, SettingsError
 from gateway.stores import StartError, Stores
 from gateway.telemetry import configure_logging
@@ -108,7 +108,7 @@ class Runtime:
             drains = (self.stores.shipper, self.stores.recorder)
             telemetry.sample_with(lambda: sample_delivery(telemetry, self.stores.usage, drains))
             await self._load_adapters()
-            self.heartbeat = Heartbeat(self.stores.billing.refresh, self._beat_s)
+            self.heartbeat = Heartbeat(self.stores, self._clock_us, self._beat_s)
             self.heartbeat.start()
         except BaseException:
             await self.engine.stop()
@@ -160,6 +160,8 @@ def admin_state(
     return AdminState(
         admin_key=admin_key(settings),
         billing=stores.billing,
+        gateways=stores.gateways,
+        folder=stores.folder,
         usage=stores.usage,
         spool=stores.spool,
         journal=stores.journal,
@@ -179,7 +181,7 @@ def open_admin(settings: Settings) -> Iterator[Litestar]:
     stores = Stores(settings, now_us)
     base_model = base_model_name(settings)
     with _one_sentence():
-        stores.open(base_model)
+        stores.open(base_model, serves=False)
     try:
         admin = admin_state(settings, stores, None, base_model, now_us)
         try:
@@ -216,6 +218,7 @@ def _one_sentence() -> Iterator[None]:
 def serve(settings: Settings) -> None:
     """Run a server until SIGTERM or SIGINT. Raises `StartError` with one clear sentence when it cannot start."""
     configure_logging(settings.log_level, settings.log_format)
+    raise_file_limit()
     with _one_sentence(), bind(settings.host, settings.port) as bound:
         model = resolve_model(settings.model, settings.cache_dir, progress=_stages())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,27 +1,35 @@
 """What a server keeps, opened in the one order that is safe and closed in the reverse.
 
 Knows: the data folder has one owner; schemas come first; what a dead server left is settled before anything new is let
-in; the balance is not read before every settlement is in the ledger. Does not know: the engine, HTTP. Blocking: call it
-on a thread. A command line without a server opens the same stores.
+in; the balance is not read before every settlement is in the ledger; who serves is registered with the ledger, and a
+folder with nothing left to deliver is not. Does not know: the engine, HTTP. Blocking: call it on a thread. A command
+line without a server opens the same stores.
 """
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import structlog
 
+from billing.errors import BillingError
+from billing.gateways import Gateways, GatewayTaken
 from billing.service import Billing
 from billing.store import EventStore
+from gateway.admin.times import format_time
 from gateway.idempotency import Store
 from gateway.settings import Settings
+from gateway.watermark import CONSUMER, stored_until_idle_us
 from metering.clickhouse import UsageStore
 from metering.journal import Journal, recover_orphans
-from metering.lock import FileLock, Locked
+from metering.lock import FileLock, Locked, fsync_folder
 from metering.shipper import Drain, Shipper
-from metering.spool import Spool
+from metering.spool import Spool, SpoolError
 from migrations.runner import migrate_clickhouse, migrate_ledger
 
 log = structlog.get_logger(__name__)
@@ -37,7 +45,9 @@ class Stores:
     """Everything durable, and the two drains out of the spool. `open` does it all; `close` undoes it."""
 
     lock: FileLock
+    folder: str
     billing: Billing
+    gateways: Gateways
     usage: UsageStore
     spool: Spool
     journal: Journal
@@ -51,10 +61,15 @@ class Stores:
         self._stack = ExitStack()
         self.recovered = 0
 
-    def open(self, base_model: str, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Open everything. Raises `StartError` or an error of the room at fault, with all closed again."""
+    def open(self, base_model: str, progress: Callable[[str], None] = lambda _: None, *, serves: bool = True) -> None:
+        """Open everything. Raises `StartError` or an error of the room at fault, with all closed again.
+
+        `serves`: requests will be let in, so this gateway is registered first.
+        """
         try:
             self._open(base_model, progress)
+            self._register(serves)
+            self._start_drains()
         except BaseException:
             self._stack.close()
             raise
@@ -66,6 +81,7 @@ class Stores:
         migrate_ledger(settings.ledger)
         migrate_clickhouse(settings.clickhouse)
         events = EventStore(settings.ledger)
+        self.gateways = Gateways(events)
         self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
         self._stack.callback(self.billing.close)
         self.usage = UsageStore(settings.clickhouse)
@@ -85,7 +101,6 @@ class Stores:
             ttl_s=settings.idempotency_ttl_s,
         )
         self._stack.callback(self.answers.close)
-        self._start_drains()
 
     def _own_folder(self) -> None:
         folder = self._settings.data_dir
@@ -100,6 +115,36 @@ class Stores:
         except OSError as error:
             raise StartError(f"The data folder {folder} cannot be used: {error.strerror}.") from None
         self._stack.callback(self.lock.release)
+        self.folder = folder_id(folder)
+
+    def _register(self, serves: bool) -> None:
+        if serves:
+            try:
+                self.gateways.claim(self._settings.gateway_id, self.folder, self._stored_until_us(), self._clock_us())
+            except GatewayTaken as taken:
+                raise StartError(
+                    f"The gateway id {taken.row.id!r} belongs to another data folder on this ledger, last seen at "
+                    f"{format_time(taken.row.seen_us)}: give this server another with --gateway-id, or, if that one is "
+                    f"gone for good, remove it with `meterhouse gateway remove {taken.row.id}`."
+                ) from None
+        self._stack.callback(self._deregister, serves)
+
+    def _deregister(self, serves: bool) -> None:
+        """The drains have stopped: what is left in the folder, if anything, holds invoices back."""
+        try:
+            if self.journal.oldest_open_us() is None and self.spool.oldest_unacked_us(CONSUMER) is None:
+                self.gateways.leave(self.folder)
+            elif serves:
+                self.publish(self._stored_until_us())
+        except (BillingError, SpoolError) as error:  # the row that stands is an earlier one: it holds back too much
+            log.error("gateway_not_deregistered", reason=str(error))
+
+    def publish(self, watermark_us: int) -> None:
+        """Tell the other gateways that all usage of this one that began earlier is stored."""
+        self.gateways.publish(self._settings.gateway_id, self.folder, watermark_us, self._clock_us())
+
+    def _stored_until_us(self) -> int:
+        return stored_until_idle_us(self._clock_us, self.journal, self.spool)
 
     def _start_drains(self) -> None:
         self.recorder = Drain(self.spool, "ledger", self.billing.record)
@@ -123,3 +168,19 @@ class Stores:
     def close(self) -> None:
         """Deliver what can be delivered, then close everything in reverse."""
         self._stack.close()
+
+
+def folder_id(folder: Path) -> str:
+    """What tells this data folder from every other one: made on first use and kept."""
+    path = folder / "folder.id"
+    found = path.read_text().strip() if path.exists() else ""
+    if not found:
+        found = uuid.uuid4().hex
+        unfinished = path.with_suffix(".new")
+        with unfinished.open("w") as file:
+            file.write(f"{found}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        fsync_folder(folder)
+    return found

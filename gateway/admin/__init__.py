@@ -9,7 +9,7 @@ from __future__ import annotations
 from litestar import Router
 from litestar.di import Provide
 
-from gateway.admin import adapters, credits, invoices, keys, prices, reconcile, tenants, unrated, usage
+from gateway.admin import adapters, credits, gateways, invoices, keys, prices, reconcile, tenants, unrated, usage
 from gateway.admin.body import check_body
 from gateway.admin.guard import admin_guard
 from gateway.admin.idempotency import provide_idempotency
@@ -39,6 +39,7 @@ def admin_router(state: AdminState) -> Router:
             unrated.router,
             invoices.router,
             reconcile.router,
+            gateways.router,
         ],
         dependencies={
             "admin": Provide(provide_admin, sync_to_thread=False),

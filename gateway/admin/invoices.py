@@ -10,6 +10,7 @@ from litestar.params import FromPath, JSONBody, QueryParameter
 from msgspec import Meta
 
 from billing.errors import PeriodNotClosed
+from billing.gateways import GatewayRow
 from billing.invoice import Invoice, InvoiceLine
 from billing.money import format_amount, format_minor, format_price
 from gateway.admin.body import Fault
@@ -18,7 +19,7 @@ from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time, parse_time
-from gateway.admin.watermark import FLUSH_S, watermark_us
+from gateway.admin.watermark import FLUSH_S, watermark
 from gateway.errors import Conflict
 
 MAX_RETRY_AFTER_S = 3600
@@ -123,7 +124,7 @@ async def create_invoice(data: JSONBody[InvoiceCreate], admin: Admin, idempotenc
     """Draft an invoice. 409 with `retry-after` while usage of the period may still be on its way."""
     end_us = parse_time(data.period_end)
     await admin.read(admin.flush, FLUSH_S)
-    watermark = await watermark_us(admin)
+    stored = await watermark(admin)
     try:
         invoice = await admin.read(
             admin.billing.draft_invoice,
@@ -131,12 +132,22 @@ async def create_invoice(data: JSONBody[InvoiceCreate], admin: Admin, idempotenc
             parse_time(data.period_start),
             end_us,
             usage=admin.usage,
-            watermark_us=watermark,
+            watermark_us=stored.us,
             idempotency=idempotency,
         )
     except PeriodNotClosed as error:
-        raise Conflict(str(error), code="period_not_closed", headers=_retry(end_us - watermark)) from None
+        waits = stored.us < end_us <= admin.clock_us()  # what is not over yet waits for nobody but the clock
+        told = _waits_for(stored.held_by) if waits and stored.held_by else str(error)
+        raise Conflict(told, code="period_not_closed", headers=_retry(end_us - stored.us)) from None
     return show_invoice(invoice)
+
+
+def _waits_for(row: GatewayRow) -> str:
+    return (
+        f"usage of this period may still be on its way: the gateway {row.id!r} has stored what began before "
+        f"{format_time(row.watermark_us)} and was last seen at {format_time(row.seen_us)}; if it is down, start it "
+        "again, and if it is gone for good, remove it"
+    )
 
 
 def _retry(missing_us: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 from litestar.di import NamedDependency
 
+from billing.gateways import Gateways
 from billing.service import Billing
 from billing.stripe import StripeExporter
 from engine.client import Engine
@@ -26,8 +27,9 @@ class AdminState:
     """The parts of a gateway that an administrator may read and change.
 
     `engine` is None where none runs (the command line without a server). `exporter` raises `StripeNotConfigured`
-    when there is no key, which `stripe_configured` says. `flush` waits at most so many seconds for settled usage to
-    reach its stores, and says whether it has.
+    when there is no key, which `stripe_configured` says. `gateways` are all that write to this ledger; `folder` tells
+    which of them this is. `flush` waits at most so many seconds for settled usage to reach its stores, and says whether
+    it has.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class AdminState:
         *,
         admin_key: str,
         billing: Billing,
+        gateways: Gateways,
+        folder: str,
         usage: UsageStore,
         spool: Spool,
         journal: Journal,
@@ -48,6 +52,8 @@ class AdminState:
     ) -> None:
         self.admin_key = admin_key
         self.billing = billing
+        self.gateways = gateways
+        self.folder = folder
         self.usage = usage
         self.spool = spool
         self.journal = journal

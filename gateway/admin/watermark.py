@@ -1,23 +1,35 @@
-"""The time before which all usage is stored: up to there an invoice may be cut.
+"""The time before which all usage is stored, on this gateway and on every other one: up to there an invoice may be cut.
 
-A request is, one after the other and never in none of them: open in the journal, unshipped in the spool, in the
-usage store. Its time is fixed when it is opened. So the oldest that is not in the store is found by looking in
-that same order, and at the clock before all of them. A request gets its time and its place in the journal in one
-turn of the event loop; clock and journal are read in one turn, too, so none can stand between them.
+Knows: this gateway's own watermark is fresh (`gateway.watermark`); the others publish theirs in the ledger's database,
+and one that died has left its own there. Does not know: how either is found.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
+from billing.gateways import GatewayRow
 from gateway.admin.state import AdminState
+from gateway.watermark import CONSUMER, stored_until_us
 
-CONSUMER = "clickhouse"  # the spool's name for who ships to the usage store
+__all__ = ["CONSUMER", "FLUSH_S", "Watermark", "watermark"]
+
 FLUSH_S = 3.0  # how long a caller waits for what was just settled to be shipped
 
 
-async def watermark_us(admin: AdminState) -> int:
-    """Microseconds: all usage with an earlier time is in the store. To be awaited on the gateway's event loop."""
-    now, opened = admin.clock_us(), admin.journal.oldest_open_us()
-    unshipped = await asyncio.to_thread(admin.spool.oldest_unacked_us, CONSUMER)
-    return min(time for time in (now, opened, unshipped) if time is not None)
+class Watermark(NamedTuple):
+    """All usage with an earlier time is stored. `held_by`: the other gateway without which it would be later."""
+
+    us: int
+    held_by: GatewayRow | None
+
+
+async def watermark(admin: AdminState) -> Watermark:
+    """The least of all gateways'. To be awaited on the gateway's event loop."""
+    own_us = await stored_until_us(admin.clock_us, admin.journal, admin.spool)
+    rows = await asyncio.to_thread(admin.gateways.all)
+    slowest = min((row for row in rows if row.folder != admin.folder), key=lambda row: row.watermark_us, default=None)
+    if slowest is None or slowest.watermark_us >= own_us:
+        return Watermark(own_us, None)
+    return Watermark(slowest.watermark_us, slowest)

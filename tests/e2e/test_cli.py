@@ -84,6 +84,8 @@ def test_a_tenant_is_set_up_without_a_server(folder: Cli) -> None:
     assert folder.json("usage") == folder.json("usage", "show", "--bucket=hour") == []
     assert folder.json("usage", "unrated", "--tenant=acme") == []
     assert folder.json("usage", "rate") == {"rated": 0}
+    assert folder.json("gateway", "list") == []
+    assert "nobody" in folder.fails("gateway", "remove", "nobody")
     done = folder.run("reconcile", *folder.flags)
     assert (done.returncode, done.stdout.strip()) == (0, "Everything agrees.")
 
@@ -123,6 +125,8 @@ def test_a_whole_customer_beside_a_running_server(server: Cli, real_server: Serv
     assert model in table.stdout
     assert row["amount"] in table.stdout
     assert server.json("reconcile")["ok"] is True
+    (gateway,) = server.json("gateway", "list")
+    assert (gateway["id"], gateway["alive"], gateway["this"]) == ("gw0", True, True)
 
 
 @pytest.mark.parametrize(

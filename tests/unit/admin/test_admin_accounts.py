@@ -85,6 +85,7 @@ async def test_a_key_is_shown_once_and_opens_until_it_is_revoked(world: World) -
         ("GET", "/tenants/nobody/adapters"),
         ("DELETE", "/tenants/nobody/adapters/x"),
         ("DELETE", "/keys/nothing"),
+        ("DELETE", "/gateways/nothing"),
         ("GET", "/usage?tenant=nobody"),
         ("GET", "/usage/unrated?tenant=nobody"),
         ("GET", "/invoices?tenant=nobody"),
@@ -202,5 +203,7 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/invoices/{invoice_id}/export": {"post"},
         "/invoices/{invoice_id}/void": {"post"},
         "/reconcile": {"get"},
+        "/gateways": {"get"},
+        "/gateways/{gateway_id}": {"delete"},
     }
     assert {path.removeprefix("/admin/v1"): set(methods) for path, methods in paths.items()} == wanted

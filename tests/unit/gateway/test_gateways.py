@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from billing.errors import LedgerUnavailable
 from engine.fake import FakeEngine
+from gateway.admin.times import format_time
+from gateway.app import now_us
+from gateway.ids import uuid7
 from gateway.lifecycle import Runtime
 from gateway.settings import Settings
+from gateway.stores import StartError, Stores, folder_id
+from metering.errors import StoreUnavailable
+from metering.events import Outcome
+from metering.journal import OpenedRecord
 from tests.fixtures.clickhouse import empty
 from tests.fixtures.server import ADMIN_KEY, PRICE, ByteTokenizer
 
@@ -74,20 +82,24 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         await runtime.stop()
 
 
-Start = Callable[..., Awaitable[Server]]
+class Start:
+    """Starts servers on one ledger and one usage store: `start(id)` until the test's end, or `start.one(id)`."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack, **settings: Any) -> None:
+        self._folder, self._stack, self._settings = folder, stack, settings
+
+    def one(self, id: str, folder: str | None = None) -> AbstractAsyncContextManager[Server]:
+        return running(Settings(data_dir=self._folder / (folder or id), gateway_id=id, **self._settings))
+
+    async def __call__(self, id: str, folder: str | None = None) -> Server:
+        return await self._stack.enter_async_context(self.one(id, folder))
 
 
 @pytest.fixture
 async def start(tmp_path: Path, chdb_url: str, ledger_url: str) -> AsyncIterator[Start]:
-    """Start one more server on the same ledger and usage store; all are stopped at the end, the last one first."""
     await asyncio.to_thread(empty, chdb_url)
     async with AsyncExitStack() as stack:
-
-        async def make(name: str, **settings: Any) -> Server:
-            common = {"clickhouse_url": chdb_url, "ledger_url": ledger_url, "admin_key": ADMIN_KEY, "gateway_id": name}
-            return await stack.enter_async_context(running(Settings(data_dir=tmp_path / name, **common, **settings)))
-
-        yield make
+        yield Start(tmp_path, stack, clickhouse_url=chdb_url, ledger_url=ledger_url, admin_key=ADMIN_KEY)
 
 
 async def test_a_key_made_on_one_opens_the_other_and_a_revoked_one_does_not(start: Start) -> None:
@@ -155,3 +167,184 @@ async def test_a_ledger_that_is_away_stops_nothing_and_is_seen_again(
 
     await within(opens_too)
     assert capsys.readouterr().out.count("heartbeat_failed") == 1
+
+
+# -- invoices over several gateways -----------------------------------------------------------------------------------
+
+
+async def draft(server: Server, end_us: int, expect: int = 201) -> Any:
+    """An invoice for everything up to a time."""
+    body = {"tenant": "acme", "period_start": 0, "period_end": format_time(end_us)}
+    return await server.admin("POST", "/invoices", body, expect=expect)
+
+
+async def drafted(server: Server, end_us: int) -> Any:
+    """The same, as soon as it is not refused."""
+    made: list[Any] = []
+
+    async def done() -> bool:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        body = {"tenant": "acme", "period_start": 0, "period_end": format_time(end_us)}
+        answer = await server.client.post("/admin/v1/invoices", json=body, headers=headers)
+        made[:] = [answer.json()]
+        return answer.status_code == 201
+
+    await within(done)
+    return made[0]
+
+
+async def listed(server: Server) -> list[str]:
+    return [one["id"] for one in (await server.admin("GET", "/gateways", expect=200))["data"]]
+
+
+def opened(server: Server, ts_us: int) -> OpenedRecord:
+    """A request that was let in on this server, and runs."""
+    record = OpenedRecord(
+        event_id=uuid7(ts_us),
+        ts_us=ts_us,
+        tenant="acme",
+        key_id="k",
+        model="fake",
+        base_model="fake",
+        endpoint="completions",
+        gateway=server.runtime.settings.gateway_id,
+    )
+    server.runtime.stores.journal.opened(record)
+    server.runtime.stores.journal.step([(record.event_id, (7, 0, 3, 0, 0, 0))])
+    return record
+
+
+async def test_an_invoice_has_what_ran_on_every_gateway(start: Start) -> None:
+    one, other = await start("gw1"), await start("gw2")
+    key = (await one.customer())["key"]
+
+    async def opens() -> bool:
+        return await other.ask(key) == 200
+
+    await within(opens)
+    assert await one.ask(key) == 200
+    assert await listed(one) == await listed(other) == ["gw1", "gw2"]
+    assert (await drafted(one, now_us()))["requests"] == 2
+
+
+async def test_an_invoice_waits_for_a_request_that_runs_on_another_gateway(start: Start) -> None:
+    one, other = await start("gw1"), await start("gw2")
+    key = (await one.customer())["key"]
+    assert await one.ask(key) == 200
+    record = opened(other, now_us())
+    end_us = now_us()
+    await asyncio.sleep(4 * BEAT_S)
+    assert "'gw2'" in (await draft(one, end_us, expect=409))["error"]["message"]
+    event = record.event((7, 0, 3, 0, 0, 0), outcome=Outcome.FINISHED, settled_us=now_us(), finish_reason="stop")
+    await asyncio.to_thread(other.runtime.stores.spool.settle(event).result, 5)
+    other.runtime.stores.journal.settled(event.event_id)
+    assert (await drafted(one, end_us))["requests"] == 2
+
+
+async def test_a_gateway_that_stopped_with_all_stored_holds_nothing_back(start: Start) -> None:
+    one = await start("gw1")
+    key = (await one.customer())["key"]
+    async with start.one("gw2") as other:
+
+        async def opens() -> bool:
+            return await other.ask(key) == 200
+
+        await within(opens)
+    end_us = now_us()
+    assert await listed(one) == ["gw1"]
+    assert (await drafted(one, end_us))["requests"] == 1
+
+
+async def test_a_gateway_that_died_holds_invoices_back_until_it_has_settled_what_it_left(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await start("gw1")
+    await one.customer()
+    with monkeypatch.context() as dying:
+        dying.setattr("gateway.stores.Stores._deregister", lambda *_: None)
+        async with start.one("gw2") as other:
+            opened(other, now_us())
+            end_us = now_us()
+            await asyncio.sleep(4 * BEAT_S)
+    assert await listed(one) == ["gw1", "gw2"]
+    assert "'gw2'" in (await draft(one, end_us, expect=409))["error"]["message"]
+    async with start.one("gw2") as again:  # at once, whenever it was last seen
+        assert again.runtime.stores.recovered == 1
+        invoice = await drafted(one, end_us)
+    assert {line["token_class"]: line["quantity"] for line in invoice["lines"]} == {"prompt": 7, "completion": 3}
+    assert await listed(one) == ["gw1"]
+
+
+async def test_a_gateway_that_stopped_without_its_usage_store_stays_listed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await start("gw1")
+    key = (await one.customer())["key"]
+
+    def away(*_: Any) -> None:
+        raise StoreUnavailable("gone")
+
+    async with start.one("gw2") as other:
+        monkeypatch.setattr(other.runtime.stores.shipper, "_sink", away)
+        monkeypatch.setattr(other.runtime.stores.shipper, "flush", lambda _: False)
+
+        async def opens() -> bool:
+            return await other.ask(key) == 200
+
+        await within(opens)
+        end_us = now_us()
+    (row,) = [row for row in one.runtime.stores.gateways.all() if row.id == "gw2"]
+    assert row.watermark_us < end_us
+    await draft(one, end_us, expect=409)
+    async with start.one("gw2"):
+        assert (await drafted(one, end_us))["requests"] == 1
+
+
+async def test_an_id_that_another_folder_has_is_refused_and_free_once_that_one_stopped(start: Start) -> None:
+    await start("gw1")
+    async with start.one("gw2"):
+        with pytest.raises(StartError, match=r"'gw2' belongs to another data folder.*--gateway-id.*gateway remove gw2"):
+            await start("gw2", folder="elsewhere")
+        with pytest.raises(StartError):  # and leaves nothing behind that would keep it from another try
+            await start("gw2", folder="elsewhere")
+    assert await listed(await start("gw2", folder="elsewhere")) == ["gw1", "gw2"]
+
+
+async def test_a_folder_that_was_given_another_id_leaves_none_behind(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await start("gw1")
+    with monkeypatch.context() as dying:
+        dying.setattr("gateway.stores.Stores._deregister", lambda *_: None)
+        async with start.one("gw2"):
+            pass
+    assert await listed(one) == ["gw1", "gw2"]
+    async with start.one("renamed", folder="gw2"):
+        assert await listed(one) == ["gw1", "renamed"]
+
+
+async def test_the_command_line_settles_for_a_dead_server_and_holds_nothing_back_then(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the same folder, serves nothing, and need not know the id."""
+    one = await start("gw1")
+    await one.customer()
+    with monkeypatch.context() as dying:
+        dying.setattr("gateway.stores.Stores._deregister", lambda *_: None)
+        async with start.one("gw2") as other:
+            opened(other, now_us())
+            end_us = now_us()
+            settings = other.runtime.settings
+    stores = Stores(msgspec.structs.replace(settings, gateway_id="gw1"), now_us)
+    await asyncio.to_thread(stores.open, "fake", serves=False)
+    assert stores.recovered == 1
+    await asyncio.to_thread(stores.close)
+    assert await listed(one) == ["gw1"]
+    assert (await drafted(one, end_us))["requests"] == 1
+
+
+def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
+    found = folder_id(tmp_path)
+    assert folder_id(tmp_path) == found
+    (tmp_path / "other").mkdir()
+    assert folder_id(tmp_path / "other") != found

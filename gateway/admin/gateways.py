@@ -1,0 +1,58 @@
+"""The gateways on this ledger: how far each has stored its usage, and giving one up that is gone for good."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from litestar import Router, delete, get
+from litestar.params import FromPath
+from msgspec import Meta
+
+from billing.errors import Conflict
+from billing.gateways import GatewayRow
+from gateway.admin.paging import Page
+from gateway.admin.state import Admin, AdminState
+from gateway.admin.times import format_time
+
+
+class GatewayView(msgspec.Struct, kw_only=True):
+    """A gateway that holds, or may hold, usage that is not stored yet; none that stopped with everything stored."""
+
+    id: str
+    alive: Annotated[bool, Meta(description="seen in the last 15 seconds")]
+    this: Annotated[bool, Meta(description="the one that answers")]
+    stored_until: Annotated[str, Meta(description="all its usage that began before is stored: no invoice is cut past")]
+    seen_at: str
+    started_at: str
+
+
+def show_gateway(row: GatewayRow, admin: AdminState) -> GatewayView:
+    return GatewayView(
+        id=row.id,
+        alive=row.alive(admin.clock_us()),
+        this=row.folder == admin.folder,
+        stored_until=format_time(row.watermark_us),
+        seen_at=format_time(row.seen_us),
+        started_at=format_time(row.started_us),
+    )
+
+
+@get("/gateways", sync_to_thread=True)
+def list_gateways(admin: Admin) -> Page[GatewayView]:
+    """List the gateways on this ledger; there are few, on one page."""
+    return Page(data=[show_gateway(row, admin) for row in admin.gateways.all()])
+
+
+@delete("/gateways/{gateway_id:str}", sync_to_thread=True)
+def remove_gateway(gateway_id: FromPath[str], admin: Admin) -> None:
+    """Give up a gateway whose data folder is lost, so that invoices no longer wait for it. 409 while it is alive.
+
+    Usage that its folder holds and that is delivered after all will be late, on the next invoice.
+    """
+    if any(row.id == gateway_id and row.folder == admin.folder for row in admin.gateways.all()):
+        raise Conflict("this is the gateway that answers: it removes itself when it stops with everything stored")
+    admin.gateways.remove(gateway_id, admin.clock_us())
+
+
+router = Router("/", route_handlers=[list_gateways, remove_gateway], tags=["gateways"])
