@@ -344,7 +344,7 @@ class EngineCore:
             self._runner.unload_adapter(adapter_id)
             self._unloading.discard(adapter_id)
             self._adapters.pop(adapter_id)
-            self._users.pop(adapter_id)
+            self._users.pop(adapter_id, None)  # there is no count of one that was never asked for
             self._unloaded.append(adapter_id)
 
 

@@ -312,6 +312,16 @@ def test_an_adapter_is_unloaded_after_its_last_request(tmp_path: Path) -> None:
     assert core.take_unloaded() == ["never seen"]
 
 
+def test_an_adapter_that_nobody_asked_for_is_unloaded_too(tmp_path: Path) -> None:
+    runner = ScriptedRunner()
+    core = make_core(runner)
+    ref = write_adapter(tmp_path / "a")
+    core.load_adapter(ref)
+    core.unload_adapter(ref.id)
+    assert (core.take_unloaded(), runner.unloaded) == ([ref.id], [ref.id])
+    assert core.load_adapter(ref).id == ref.id  # and may come again
+
+
 def test_a_rejected_adapter_is_not_known(tmp_path: Path) -> None:
     core = make_core(ScriptedRunner())
     ref = AdapterRef(id="a", name="n", path=str(tmp_path / "nothing"))
