@@ -44,6 +44,7 @@ _TENSOR = re.compile(
 # Patterns come from whoever made the adapter: only what Python's `re` matches in polynomial time is taken.
 _SAFE_PATTERN = re.compile(r"(?:[\w^$\\-]|\.\*?){1,256}", re.ASCII)
 _WILDCARDS_MAX = 2
+_PATTERNS_MAX = 512  # each is tried on every module, while nobody's tokens are computed
 
 # Features of PEFT that change what is computed, and are not computed here. Each is off when absent or falsy.
 _UNSUPPORTED = {
@@ -178,8 +179,8 @@ def _weights_bytes_max(model: ModelConfig, max_rank: int) -> int:
 class _LoraConfig:
     rank: int
     alpha: float
-    rank_pattern: dict[str, Any]
-    alpha_pattern: dict[str, Any]
+    rank_pattern: dict[re.Pattern[str], Any]
+    alpha_pattern: dict[re.Pattern[str], Any]
     rslora: bool
     targets: str | list[str]
     excluded: str | list[str]
@@ -238,27 +239,28 @@ def _number(raw: dict[str, Any], name: str, default: int, *, whole: bool = False
     return value
 
 
-def _patterns(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def _patterns(raw: dict[str, Any], name: str) -> dict[re.Pattern[str], Any]:
+    """Each pattern for the end of a module's name, as PEFT's `get_pattern_key` reads it, with its value."""
     patterns = raw.get(name) or {}
     if not isinstance(patterns, dict):
         raise AdapterRejected(f"{name} is not an object")
+    if len(patterns) > _PATTERNS_MAX:
+        raise AdapterRejected(f"{name} has more than {_PATTERNS_MAX} patterns")
+    compiled = {}
     for pattern in patterns:
         if not _SAFE_PATTERN.fullmatch(pattern) or pattern.count(".*") > _WILDCARDS_MAX:
             raise AdapterRejected(f"{name} must use module names, or patterns of names with at most two '.*'")
+        value = _number(patterns, pattern, 0, whole=name == "rank_pattern")
         try:
-            re.compile(pattern)
+            compiled[re.compile(rf"(.*\.)?({pattern})$")] = value
         except re.error as error:
             raise AdapterRejected(f"{name} holds a pattern that is none") from error
-        _number(patterns, pattern, 0, whole=name == "rank_pattern")
-    return patterns
+    return compiled
 
 
-def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """The first that matches the end of the module's name, as PEFT's `get_pattern_key` chooses."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def _by_pattern(patterns: dict[re.Pattern[str], Any], module: str, default: Any) -> Any:
+    """The first that matches, as PEFT chooses."""
+    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
 
 
 def _check_targets(config: _LoraConfig, found: set[tuple[int, str]], model: ModelConfig) -> None:

@@ -99,6 +99,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pattern that could run for ever": ({"alpha_pattern": {"(a*)*b": 1}}, "alpha_pattern"),
     "pattern with many wildcards": ({"alpha_pattern": {".*a.*a.*a": 1}}, "alpha_pattern"),
     "pattern that is none": ({"alpha_pattern": {"a\\": 1}}, "alpha_pattern"),
+    "more patterns than are tried": ({"rank_pattern": {f"a{n}": 4 for n in range(513)}}, "more than 512 patterns"),
     "patterns of another type": ({"rank_pattern": [1]}, "rank_pattern is not an object"),
     "targets of another type": ({"target_modules": {"q_proj": 1}}, "target_modules"),
     "layers of another type": ({"layers_to_transform": "0"}, "layers_to_transform"),
