@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must lie between 0 and max_tokens"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "must lie between 0 and 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (off) or positive, below 2^31"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must lie between 0 and 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be above 0 and at most 10"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must lie between -2 and 2"),

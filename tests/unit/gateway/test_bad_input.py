@@ -36,6 +36,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 10**6}, "messages", "context_length_exceeded"),
     (CHAT, {"messages": MESSAGES, "top_p": 0}, "top_p", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "top_k": -2}, "top_k", "invalid_value"),
+    (CHAT, {"messages": MESSAGES, "top_k": 2**31}, "top_k", "invalid_value"),
+    (CHAT, {"messages": MESSAGES, "top_k": 2**70}, "top_k", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "seed": 2**70}, "seed", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "stop": [""]}, "stop", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, "stop", "invalid_value"),
