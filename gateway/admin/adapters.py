@@ -31,6 +31,8 @@ from gateway.errors import BadRequest, Unavailable
 from metering.disk import fsync
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
+BYTES_MAX = 8 << 30  # of a file; what fits the model is the engine's to say
+FREE_BYTES_MIN = 64 << 20  # left on the disk by a copy: settlements need room too
 
 FolderText = Annotated[
     str, Meta(min_length=1, max_length=4096, description="folder on the server, in the format PEFT saves")
@@ -140,10 +142,18 @@ def _named(admin: AdminState, tenant_id: str, name: str) -> AdapterRecord | None
 def _copy(source: str, kept: Path) -> None:
     """Keep the adapter's two files in a new folder. Raises `BadRequest`, and never tells what else lies there."""
     folder = Path(source)
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise BadRequest(f"path: there is no {missing[0]} in that folder on the server", param="path")
+    try:
+        missing = [name for name in FILES if not (folder / name).is_file()]
+        if missing:
+            raise BadRequest(f"path: there is no {missing[0]} in that folder on the server", param="path")
+        sizes = [(folder / name).stat().st_size for name in FILES]
+    except OSError as error:
+        raise BadRequest(f"path: cannot be read ({error.strerror})", param="path") from None
+    if max(sizes) > BYTES_MAX:
+        raise BadRequest(f"path: a file there is larger than {BYTES_MAX} bytes", param="path")
     kept.mkdir(parents=True, mode=0o700)
+    if shutil.disk_usage(kept).free - sum(sizes) < FREE_BYTES_MIN:
+        raise Unavailable("The server's disk has no room for a copy of this adapter.", code="disk_full")
     try:
         for name in FILES:
             shutil.copyfile(folder / name, kept / name)

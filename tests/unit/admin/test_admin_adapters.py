@@ -64,6 +64,23 @@ async def test_a_folder_without_the_files_is_refused_and_its_path_not_repeated(w
     assert copies(world) == []
 
 
+@pytest.mark.parametrize("path", ["/" + "a/" * 2000, "a\0b"])
+async def test_a_path_that_no_system_takes_is_refused(world: World, path: str) -> None:
+    await world.tenant()
+    answer = await world.client.post("/tenants/acme/adapters", json={"name": "x", "path": path})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert copies(world) == []
+
+
+async def test_a_file_that_is_much_too_large_is_not_copied(world: World, adapter_folder: Path) -> None:
+    await world.tenant()
+    with (adapter_folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(9 << 30)  # a hole: it takes no room
+    answer = await world.client.post("/tenants/acme/adapters", json={"name": "x", "path": str(adapter_folder)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert copies(world) == []
+
+
 async def test_what_the_engine_rejects_leaves_nothing_behind(world: World, adapter_folder: Path) -> None:
     await world.tenant()
     (adapter_folder / "adapter_config.json").write_text("not json")
