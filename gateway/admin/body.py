@@ -16,6 +16,9 @@ from gateway.errors import BadRequest
 
 Fault = tuple[str, str]  # (field, reason)
 
+SHOWN_FAULTS = 20
+SHOWN_CHARACTERS = 200  # of a field's name, which may be the client's own
+
 
 def body_faults(raw: bytes, kind: type[Any]) -> list[Fault]:
     """All that is wrong with `raw` as a JSON object of the struct `kind`; empty when it can be used."""
@@ -23,6 +26,8 @@ def body_faults(raw: bytes, kind: type[Any]) -> list[Fault]:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return [("body", "is not valid JSON")]
+    except RecursionError:
+        return [("body", "is nested too deeply")]
     if not isinstance(body, dict):
         return [("body", "must be a JSON object")]
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -57,6 +62,8 @@ async def check_body(request: Request[Any, Any, Any]) -> None:
 
 
 def refuse(faults: Sequence[Fault]) -> None:
-    """Raise `BadRequest` with all faults in its text and the first field as `param`; do nothing for none."""
+    """Raise `BadRequest` with the faults in its text and the first field as `param`; do nothing for none."""
     if faults:
-        raise BadRequest("; ".join(f"{field}: {reason}" for field, reason in faults), param=faults[0][0])
+        shown = [f"{field[:SHOWN_CHARACTERS]}: {reason}" for field, reason in faults[:SHOWN_FAULTS]]
+        rest = [f"and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
+        raise BadRequest("; ".join(shown + rest), param=faults[0][0][:SHOWN_CHARACTERS])
