@@ -8,12 +8,15 @@ the one rounding, half-even to the currency's minor unit, when an invoice line c
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation, localcontext
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 NANO = 10**9
 FEMTO = 10**15
+
+_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 
 MINOR_DIGITS = {  # ISO 4217, the currencies Stripe bills in whole, hundredth and thousandth units
     "usd": 2,
@@ -63,11 +66,12 @@ def minor_digits(currency: str) -> int:
 def _scaled(text: str, scale: int, digits: int) -> int:
     if not isinstance(text, str):
         raise MoneyError("money is written as a decimal string")
-    try:
-        value = Decimal(text)
-    except InvalidOperation:
-        raise MoneyError(f"{text!r} is not a decimal number") from None
-    if not value.is_finite() or len(text) > 64 or abs(value.adjusted()) > 30:
+    if len(text) > 64:
+        raise MoneyError("a decimal number has at most 64 characters")
+    if not _DECIMAL.fullmatch(text):  # `Decimal` takes more: spaces, 1_0, the digits of other scripts
+        raise MoneyError(f"{text!r} is not a decimal number")
+    value = Decimal(text)
+    if abs(value.adjusted()) > 30:
         raise MoneyError(f"{text!r} is not a decimal number in range")
     with localcontext(prec=120):
         scaled = value * scale

@@ -70,7 +70,11 @@ def test_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
     assert value == Fraction(Decimal(text))
 
 
-@pytest.mark.parametrize("text", ["", " ", "1,5", "0x10", "NaN", "sNaN", "inf", "-Infinity", "1e31", "1e-16", "9" * 65])
+NO_AMOUNTS = ["", " ", "1,5", "0x10", "NaN", "sNaN", "inf", "-Infinity", "1e31", "1e-16", "9" * 65]
+TAKEN_BY_DECIMAL = ["1_0", " 10", "10\n", "１２", "١٠"]  # the last two: digits of other scripts
+
+
+@pytest.mark.parametrize("text", NO_AMOUNTS + TAKEN_BY_DECIMAL)
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(MoneyError):
         parse_amount(text)
