@@ -13,6 +13,7 @@
     ├── BodyTooLarge             413     invalid_request_error   request_too_large
     ├── UnsupportedMediaType     415     invalid_request_error   unsupported_media_type
     ├── RateLimited              429     requests | tokens       rate_limit_exceeded
+    ├── HeadTooLarge             431     invalid_request_error   headers_too_large
     ├── InternalError            500     server_error            internal_error
     ├── BadGateway               502     server_error            payment_provider_error
     ├── Unavailable              503     server_error            unavailable
@@ -138,6 +139,10 @@ class RateLimited(ApiError):
         self.type = limit
 
 
+class HeadTooLarge(ApiError):
+    status, type, code = 431, "invalid_request_error", "headers_too_large"
+
+
 class InternalError(ApiError):
     status, type, code = 500, "server_error", "internal_error"
 
@@ -185,10 +190,15 @@ def _invalid(error: billing.Invalid) -> ApiError:
     return BadRequest(str(error), param=error.field, code="invalid_value")
 
 
+_LEFT_EARLY = "client disconnected prematurely"  # litestar's word for it, in an error that is otherwise a plain 500
+
+
 def _http(error: Any) -> ApiError:
     """litestar's own errors: routing, method, body size, parameters."""
     if isinstance(error, ValidationException):
         return _parameters(error)
+    if error.detail == _LEFT_EARLY:
+        return BadRequest("The client left before its request had arrived.", code="client_disconnected")
     kinds: dict[int, tuple[type[ApiError], str]] = {
         401: (Unauthorized, "Authentication is needed."),
         403: (Forbidden, "This is not allowed."),

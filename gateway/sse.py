@@ -19,6 +19,9 @@ from gateway.errors import ApiError, envelope
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+GONE_S = 1.0
+"""How long the word that a client has left may take after a write to it failed."""
+
 _encode = msgspec.json.Encoder().encode
 
 _STREAM_HEADERS = (
@@ -31,6 +34,11 @@ _STREAM_HEADERS = (
 def frame(payload: Any) -> bytes:
     """One `data:` event."""
     return b"data: " + _encode(payload) + b"\n\n"
+
+
+def error_body(error: ApiError) -> bytes:
+    """The body of an answer that is an error."""
+    return _encode(envelope(error))
 
 
 def error_frame(error: ApiError) -> bytes:
@@ -144,8 +152,11 @@ class Reply:
         complete = False
         try:
             complete = await (self._send_stream(send, gone) if self._answer.stream else self._send_body(send, gone))
-        except OSError:
-            pass  # some servers raise when the client has left; it is the same as a disconnect
+        except (OSError, RuntimeError):
+            # Servers raise when they have closed the connection, and say that the client has left only then.
+            await asyncio.wait({gone}, timeout=GONE_S)
+            if not gone.done():
+                raise
         finally:
             gone.cancel()
             self._answer.readers -= 1
@@ -199,7 +210,7 @@ class Reply:
         return piece
 
     async def _send_error(self, send: Any, error: ApiError) -> None:
-        body = _encode(envelope(error))
+        body = error_body(error)
         await self._start(
             send,
             ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))),
