@@ -17,11 +17,11 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
-from billing.errors import LedgerUnavailable
+from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.invoice import InvoiceFact, Invoices
 from billing.ledger import CreditGranted, Ledger, LedgerFact, UsageRated, UsageUnrated
 from billing.prices import PriceBook, PriceSet
-from billing.store import NewEvent, StoredEvent
+from billing.store import GENESIS, NewEvent, StoredEvent, chained
 
 Fact = AccountFact | PriceSet | LedgerFact | InvoiceFact
 
@@ -47,19 +47,27 @@ def fact_of(row: StoredEvent) -> Fact:
 
 
 class Books:
-    """The state; `seq` is the number of the last row folded in."""
+    """The state; `seq` and `hash` are the last row's that was folded in."""
 
     def __init__(self) -> None:
         self.seq = 0
+        self.hash = GENESIS
         self.accounts = Accounts()
         self.prices = PriceBook()
         self.ledger = Ledger()
         self.invoices = Invoices()
 
     def apply(self, row: StoredEvent) -> Fact | None:
-        """Fold the next row in and give its fact; a row already folded in changes nothing and gives None."""
+        """Fold the next row in and give its fact; a row already folded in changes nothing and gives None.
+
+        Raises `LedgerCorrupt`, with the row not folded in, where the hash chain does not hold.
+        """
         if row.seq <= self.seq:
             return None
+        if row.seq != self.seq + 1:
+            raise LedgerCorrupt(self.seq + 1, "a number is missing")
+        if row.hash != chained(self.hash, row):
+            raise LedgerCorrupt(row.seq, "content and hash differ")
         fact = fact_of(row)
         match fact:
             case UsageRated() | UsageUnrated() | CreditGranted():
@@ -70,5 +78,5 @@ class Books:
                 self.prices.apply(fact)
             case _:
                 self.invoices.apply(fact, row.seq)
-        self.seq = row.seq
+        self.seq, self.hash = row.seq, row.hash
         return fact

@@ -93,8 +93,9 @@ class StoredEvent(msgspec.Struct, frozen=True):
 _encode = msgspec.json.Encoder().encode
 
 
-def _chain(previous: str, content: tuple[object, ...]) -> str:
-    return hashlib.sha256(_encode((previous, *content))).hexdigest()
+def chained(previous: str, row: StoredEvent) -> str:
+    """The hash of a row that follows the one whose hash is `previous` (`GENESIS` before the first)."""
+    return hashlib.sha256(_encode((previous, *row.content()))).hexdigest()
 
 
 class Log:
@@ -142,7 +143,7 @@ class Log:
                 event.result,
                 "",
             )
-            previous = _chain(previous, row.content())
+            previous = chained(previous, row)
             rows.append(msgspec.structs.replace(row, hash=previous))
         if rows:
             columns = [column.name for column in _table.columns]
@@ -254,7 +255,7 @@ class EventStore:
                 seq += 1
                 if row.seq != seq:
                     raise LedgerCorrupt(seq, "a number is missing")
-                if row.hash != _chain(previous, row.content()):
+                if row.hash != chained(previous, row):
                     raise LedgerCorrupt(seq, "content and hash differ")
                 previous = row.hash
         return seq

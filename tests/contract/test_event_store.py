@@ -154,7 +154,7 @@ def test_the_chain_finds_what_was_changed(store: EventStore, ledger_url: str, st
 def test_the_chain_finds_a_row_that_was_rewritten_with_its_hash(store: EventStore, ledger_url: str) -> None:
     rows = append(store, *(event() for _ in range(3)))
     forged = msgspec.structs.replace(rows[1], payload='"forged"')
-    digest = billing.store._chain(rows[0].hash, forged.content())
+    digest = billing.store.chained(rows[0].hash, forged)
     tamper(ledger_url, f"UPDATE events SET payload = '\"forged\"', hash = '{digest}' WHERE seq = 2")
     with pytest.raises(LedgerCorrupt) as caught:
         store.verify_chain()
