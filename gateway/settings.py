@@ -91,7 +91,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idempotency_max_bytes: Annotated[int, Meta(ge=1 << 16, description="answers kept for retries")] = 256 << 20
     idempotency_ttl_s: Annotated[int, Meta(ge=1, description="how long an Idempotency-Key is remembered")] = 86_400
 
-    gateway_id: Annotated[str, Meta(min_length=1, max_length=64, description="this server's name in events")] = "gw0"
+    gateway_id: Annotated[
+        str,
+        Meta(min_length=1, max_length=64, description="this server's name in events, unlike any other on its ledger"),
+    ] = "gw0"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     log_format: Annotated[str, Meta(description="auto, json or console; auto: console on a terminal")] = "auto"
 

@@ -111,6 +111,7 @@ def test_a_whole_customer_beside_a_running_server(server: Cli, real_server: Serv
     server.json("tenant", "create", "Cli", "--id=cli")
     server.json("price", "set", "*", *PRICES, "--tenant=cli")
     server.json("credit", "grant", "cli", "5.00", "--reason=test")
+    assert "amount" in server.fails("credit", "grant", "cli", "ten", "--reason=x")
     key = server.json("key", "create", "cli")["key"]
     with httpx.Client(base_url=real_server.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
@@ -134,7 +135,7 @@ def test_a_whole_customer_beside_a_running_server(server: Cli, real_server: Serv
     [
         (("tenant", "show", "nobody"), "nobody"),
         (("balance", "../../keys"), "nothing at this URL"),
-        (("credit", "grant", "nobody", "ten", "--reason=x"), "amount"),
+        (("credit", "grant", "nobody", "1.00", "--reason=x"), "nobody"),
         (("price", "set", "*", "--prompt=-1", "--cached=0", "--completion=0"), "per_million.prompt"),
         (("usage", "--start=yesterday"), "start"),
         (("invoice", "create", "nobody", "2026-01-01", "2026-01-01"), "period_end"),
