@@ -91,15 +91,22 @@ class PriceBook:
 
     def __init__(self) -> None:
         self.versions: dict[str, PriceVersion] = {}
-        self._by_name: dict[tuple[str | None, str], list[PriceVersion]] = {}
+        self._by_name: dict[tuple[str | None, str], tuple[PriceVersion, ...]] = {}
 
     def apply(self, fact: PriceSet) -> None:
         price = fact.price
         self.versions[price.id] = price
-        entries = self._by_name.setdefault((price.tenant, price.model), [])
-        entries.append(price)
+        name = price.tenant, price.model
         # The sort is stable: of two effective at one instant the one recorded later comes later and wins.
-        entries.sort(key=lambda version: version.effective_at_us)
+        # A new tuple each time, as a copy of the book keeps the old one.
+        entries = sorted((*self._by_name.get(name, ()), price), key=lambda version: version.effective_at_us)
+        self._by_name[name] = tuple(entries)
+
+    def copy(self) -> PriceBook:
+        """The book as it stands: what is set later does not show in it."""
+        book = PriceBook()
+        book.versions, book._by_name = dict(self.versions), dict(self._by_name)
+        return book
 
     def resolve(
         self, tenant: str, model: str, base_model: str, currency: str, *, ts_us: int, known_us: int

@@ -42,7 +42,7 @@ from billing.invoice import (
     owner,
 )
 from billing.ledger import UsageRated
-from billing.prices import PriceVersion
+from billing.prices import PriceBook, PriceVersion
 from billing.rating import amount_femto, quantities
 from billing.service.shell import Idempotency, page
 from billing.service.usage import UsageService
@@ -255,7 +255,8 @@ class InvoiceService(UsageService):
         """The draft, every charge rated anew. Raises `LedgerDisagrees`."""
         with self._state:
             currency = self._books.accounts.tenant(tenant_id).currency
-            charges = [self._rerated(entry, events[id], currency) for id, entry in cut.entries.items()]
+            prices = self._books.prices.copy()  # a month's charges are rated without the lock: requests go on
+        charges = [_rerated(entry, events[id], currency, prices) for id, entry in cut.entries.items()]
         id = self._new_id("invoice")
         lines = cut_lines(id, currency, period, charges)
         return Invoice(
@@ -272,29 +273,6 @@ class InvoiceService(UsageService):
             event_count=len(charges),
             events_digest=digest(charges),
             created_us=cut.time_us,
-        )
-
-    def _rerated(self, entry: _Entry, event: UsageEvent, currency: str) -> Charge:
-        rated = entry.rated
-        price = self._price_again(rated, event, currency)
-        if price.id != rated.price_id or str(amount_femto(event, price.rate)) != rated.amount_femto:
-            raise LedgerDisagrees(f"request {event.event_id} was charged otherwise than it is rated now")
-        return Charge(
-            event_id=event.event_id,
-            event_hash=rated.event_hash,
-            ts_us=event.ts_us,
-            model=event.model,
-            adapter=event.adapter,
-            quantities=quantities(event),
-            price=price,
-            late_of=entry.late_of,
-        )
-
-    def _price_again(self, rated: UsageRated, event: UsageEvent, currency: str) -> PriceVersion:
-        if rated.rated_later:  # by its time alone there was no price: the operator set one for it afterwards
-            return self._books.prices.versions[rated.price_id]
-        return self._books.prices.resolve(
-            event.tenant, event.model, event.base_model, currency, ts_us=event.ts_us, known_us=event.ts_us
         )
 
     # exporting and voiding
@@ -371,6 +349,31 @@ class InvoiceService(UsageService):
             return [_row(InvoiceExported(invoice_id=invoice.id, at_us=time_us, result=result))], exported
 
         return self._command("export_invoice", idempotency, Invoice, decide)[0]
+
+
+def _rerated(entry: _Entry, event: UsageEvent, currency: str, prices: PriceBook) -> Charge:
+    rated = entry.rated
+    price = _price_again(rated, event, currency, prices)
+    if price.id != rated.price_id or str(amount_femto(event, price.rate)) != rated.amount_femto:
+        raise LedgerDisagrees(f"request {event.event_id} was charged otherwise than it is rated now")
+    return Charge(
+        event_id=event.event_id,
+        event_hash=rated.event_hash,
+        ts_us=event.ts_us,
+        model=event.model,
+        adapter=event.adapter,
+        quantities=quantities(event),
+        price=price,
+        late_of=entry.late_of,
+    )
+
+
+def _price_again(rated: UsageRated, event: UsageEvent, currency: str, prices: PriceBook) -> PriceVersion:
+    if rated.rated_later:  # by its time alone there was no price: the operator set one for it afterwards
+        return prices.versions[rated.price_id]
+    return prices.resolve(
+        event.tenant, event.model, event.base_model, currency, ts_us=event.ts_us, known_us=event.ts_us
+    )
 
 
 def _row(

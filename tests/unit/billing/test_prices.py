@@ -48,6 +48,16 @@ def test_another_tenants_price_is_nobodys() -> None:
         found([version("x", "pirate", "other"), version("y", "*", "other")])
 
 
+def test_a_copy_of_the_book_does_not_see_what_is_set_later() -> None:
+    book = PriceBook()
+    book.apply(PriceSet(price=version("before")))
+    copy = book.copy()
+    book.apply(PriceSet(price=version("after")))
+    for asked, name in ((copy, "before"), (book, "after")):
+        assert asked.resolve("acme", "m", "base", "usd", ts_us=NOW, known_us=NOW).id == name
+    assert list(copy.versions) == ["before"]
+
+
 def test_the_newest_effective_version_wins() -> None:
     versions = [version("old", effective=1), version("new", effective=NOW), version("to come", effective=NOW + 1)]
     assert found(versions) == found(versions[::-1]) == "new"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,10 @@ from billing.errors import (
     UnratedUsage,
 )
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
-from billing.service import Idempotency
+from billing.rating import quantities
+from billing.service import Idempotency, invoicing
 from billing.store import EventStore
+from metering.events import UsageEvent
 
 HOUR_US = 3_600_000_000
 FOREVER = 2**62
@@ -100,6 +103,29 @@ def test_a_price_change_splits_lines_and_each_keeps_its_price(house: Any) -> Non
         (10, 10**9, False),
         (20, 5 * 10**9, True),
     }
+
+
+def test_requests_go_on_while_the_charges_of_a_period_are_rated(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a price set meanwhile does not reach them."""
+    span = period(house)
+    _, secret = house.billing.create_key("acme", "ci")
+    for _ in range(3):
+        house.use(prompt=10, completion=0)
+    served: list[bool] = []
+
+    def slow_quantities(event: UsageEvent) -> Any:
+        if not served:
+            house.set_price(prompt="5", effective_at_us=span[0])
+        thread = threading.Thread(target=lambda: served.append(house.billing.authenticate(secret) is not None))
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        return quantities(event)
+
+    monkeypatch.setattr(invoicing, "quantities", slow_quantities)
+    invoice = draft(house, span)
+    assert served == [True] * 3
+    assert [(line.quantity, line.unit_price_nano) for line in invoice.lines] == [(30, 10**9)]
 
 
 def test_a_back_dated_price_leaves_what_was_charged(house: Any) -> None:
