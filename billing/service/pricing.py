@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from billing.books import new_event
-from billing.errors import Invalid
+from billing.errors import Invalid, LedgerUnavailable
 from billing.prices import PriceSet, PriceVersion, Rate, check_price
 from billing.service.shell import Idempotency, Shell, page
 from billing.store import NewEvent
@@ -26,9 +27,8 @@ class PriceService(Shell):
     ) -> PriceVersion:
         """Add a version to the price book. Raises `Invalid` with every fault, `NotFound` for the tenant.
 
-        It counts for requests that begin after it is recorded, whatever it was quoted as effective from:
-        requests wait while it is written, so that none was quoted by the book without it and is charged by
-        the book with it.
+        It counts for requests that begin at its `recorded_us` or later, whatever it is said to be effective from.
+        That instant lies a moment ahead of the write, so that requests go on meanwhile, and is waited for here.
         """
         parsed = check_price(model, effective_at_us, currency, per_million)
 
@@ -36,17 +36,25 @@ class PriceService(Shell):
             if tenant is not None and self._books.accounts.tenant(tenant).currency != currency:
                 raise Invalid([("currency", "must be the tenant's")])
             id = self._new_id("price")
+            with self._state:
+                # From here on no later request is quoted anything, until the books have the price or it is given up.
+                self._undecided_us = max(time_us, self._quoted_us + 1) + self._price_lead_us
+                recorded_us = self._undecided_us
             price = PriceVersion(
                 id=id,
                 tenant=tenant,
                 model=model,
                 effective_at_us=effective_at_us,
-                recorded_us=max(time_us, self._quoted_us + 1),
+                recorded_us=recorded_us,
                 rate=Rate(price_id=id, currency=currency, **parsed),
             )
             return [new_event("prices", PriceSet(price=price))], price
 
-        return self._command("set_price", idempotency, PriceVersion, decide, stall=True)[0]
+        price, fresh = self._command("set_price", idempotency, PriceVersion, decide)
+        if fresh:
+            left_us = price.recorded_us - self._clock()
+            time.sleep(min(max(left_us, 0), self._price_lead_us) / 1_000_000)
+        return price
 
     def prices(self, limit: int = 100, after: str | None = None) -> list[PriceVersion]:
         """In the order they were recorded."""
@@ -54,8 +62,14 @@ class PriceService(Shell):
             return page(list(self._books.prices.versions.values()), lambda price: price.id, limit, after)
 
     def quote(self, tenant_id: str, model: str, base_model: str, ts_us: int) -> Rate:
-        """The rate of a request that begins at `ts_us`. Raises `NoPrice`, `NotFound`."""
+        """The rate of a request that begins at `ts_us`.
+
+        Raises `NoPrice`, `NotFound`, and `LedgerUnavailable` while nobody knows the prices of that instant, since
+        one that counts from before it is still being written.
+        """
         with self._state:
+            if self._undecided_us is not None and ts_us >= self._undecided_us:
+                raise LedgerUnavailable("a price is being written; try again")
             # A time to come (asked for by a report) must not push the next price's `recorded_us` there.
             self._quoted_us = max(self._quoted_us, min(ts_us, self._clock()))
             currency = self._books.accounts.tenant(tenant_id).currency

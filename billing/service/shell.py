@@ -2,6 +2,9 @@
 
 `_writing` is held by whoever changes the ledger, across the disk. `_state` guards the books in memory and
 is held for microseconds, so that requests never wait for a disk. Taken in this order only.
+
+A price counts from an instant that is chosen before it is written (`_undecided_us` until it is known to stand
+or not): what is quoted for an earlier instant is right with and without it, and a later one is refused meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -22,12 +24,13 @@ from billing.checks import Faults
 from billing.errors import IdempotencyConflict, Invalid
 from billing.holds import Holds
 from billing.ledger import UsageRated, UsageUnrated
-from billing.store import EventStore, NewEvent, StoredEvent
+from billing.store import EventStore, Log, NewEvent, StoredEvent
 from metering.events import UsageEvent
 
 T = TypeVar("T")
 SYSTEM = "system"  # the actor of what no person asked for
 PAGE_MAX = 10_000
+PRICE_LEAD_US = 250_000  # from choosing the instant from which a price counts to that instant: it is written by then
 
 
 class Idempotency(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,7 @@ class Shell:
         base_model: str = "",
         clock: Callable[[], int] = now_us,
         new_id: Callable[[str], str] = new_id,
+        price_lead_us: int = PRICE_LEAD_US,
     ) -> None:
         self.base_model = base_model  # the name the engine's own model is asked for by
         self._store = store
@@ -69,13 +73,19 @@ class Shell:
         self._holds = Holds(self._books.ledger)
         self._alarms: Counter[str] = Counter()
         self._exporting: set[str] = set()
+        self._price_lead_us = price_lead_us
         self._quoted_us = 0  # the newest request that was quoted a price
+        self._undecided_us: int | None = None  # from when a price counts of which is not known whether it stands
         self.refresh()
 
     def refresh(self) -> None:
         """Catch up with what other processes appended to the same store."""
         with self._writing:
-            self._catch_up(self._store.read)
+            if self._undecided_us is None:
+                self._catch_up(self._store.read)
+                return
+            with self._store.exclusive() as log:
+                self._catch_up_as_writer(log)
 
     def close(self) -> None:
         """Give back the store's connections."""
@@ -91,6 +101,16 @@ class Shell:
         while rows := read(self._books.seq):
             self._fold(rows)
 
+    def _catch_up_as_writer(self, log: Log) -> None:
+        """Fold all that stands; what an earlier writer tried has ended, for good or not, since the log is ours."""
+        self._catch_up(log.read)
+        self._decided()
+
+    def _decided(self) -> None:
+        """The books have every price that was written; `_writing` is held."""
+        with self._state:
+            self._undecided_us = None
+
     def _fold(self, rows: Sequence[StoredEvent]) -> None:
         with self._state:
             for row in rows:
@@ -104,18 +124,16 @@ class Shell:
         idempotency: Idempotency | None,
         kind: type[T],
         decide: Callable[[int], tuple[list[NewEvent], T]],
-        *,
-        stall: bool = False,
     ) -> tuple[T, bool]:
         """Decide on the state that stands, append, fold: the result, and whether it is new.
 
         A replay of a key gives the first result again; the key of another command or payload is refused.
-        `decide` gets the time. `stall` makes requests wait until the decision is in the books.
+        `decide` gets the time.
         """
         _check_idempotency(idempotency)
-        with self._writing, self._state if stall else nullcontext():
+        with self._writing:
             with self._store.exclusive() as log:
-                self._catch_up(log.read)
+                self._catch_up_as_writer(log)
                 if idempotency is not None:
                     key = _stored_key(idempotency)
                     if row := log.find([key]).get(key):
@@ -126,6 +144,7 @@ class Shell:
                 actor = idempotency.actor if idempotency is not None else SYSTEM
                 rows = log.append(events, actor=actor, time_us=self._clock())
             self._fold(rows)
+            self._decided()
         return result, True
 
     def _first_result(self, name: str, idempotency: Idempotency | None, kind: type[T]) -> T | None:

@@ -117,7 +117,7 @@ class UsageService(Shell):
     def _record(self, events: Sequence[UsageEvent]) -> None:
         with self._writing:
             with self._store.exclusive() as log:
-                self._catch_up(log.read)
+                self._catch_up_as_writer(log)
                 new = self._unrecorded(log, events)
                 rows = log.append(new, actor=RECORDER, time_us=self._clock())
             self._fold(rows)

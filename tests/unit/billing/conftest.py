@@ -65,7 +65,7 @@ class House:
 
     def open(self) -> Billing:
         """Another process on the same ledger."""
-        billing = Billing(EventStore(self.url), base_model="base", clock=self.clock)
+        billing = Billing(EventStore(self.url), base_model="base", clock=self.clock, price_lead_us=0)
         self.opened.append(billing)
         return billing
 

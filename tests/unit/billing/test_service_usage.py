@@ -6,13 +6,15 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 import pytest
 
 from billing import store
-from billing.errors import Conflict, InsufficientCredits, Invalid, NoPrice, NotFound
+from billing.errors import Conflict, InsufficientCredits, Invalid, LedgerUnavailable, NoPrice, NotFound
 from billing.service import Billing, Hold, Idempotency
 from billing.store import EventStore, Log
 from metering.events import Outcome, UsageEvent, decode, encode
@@ -311,24 +313,91 @@ def test_a_price_does_not_reach_a_request_quoted_before_it_by_a_faster_clock(hou
     assert house.billing.quote("acme", "base", "base", ahead) == before
 
 
-def test_requests_wait_while_a_price_is_written(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one could be quoted by the old book and charged by the new one."""
-    quoted: list[int] = []
-    threads: list[threading.Thread] = []
+def test_requests_that_run_do_not_wait_for_a_price_to_be_written(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What began before the price counts is quoted by the book without it, and nothing is by a book that may change."""
+    house.billing.grant_credit("acme", "1", "usd", "trial")
+    before = quote(house)
+    house.billing.open_hold("acme", "r1", before, 10, 5)
+    seen: list[object] = []
     append = Log.append
 
     def slow_append(self: Log, *args: Any, **more: Any) -> Any:
-        thread = threading.Thread(target=lambda: quoted.append(quote(house).prompt))
+        def serve() -> None:
+            reserved_us = house.billing._undecided_us
+            seen.append(house.billing.quote("acme", "base", "base", reserved_us - 1) == before)
+            seen.append(house.billing.extend_hold("r1", 6).covered_tokens)
+            with pytest.raises(LedgerUnavailable):
+                house.billing.quote("acme", "base", "base", reserved_us)
+
+        thread = threading.Thread(target=serve)
         thread.start()
-        threads.append(thread)
-        thread.join(0.2)
-        assert quoted == []
+        thread.join(5)
+        assert not thread.is_alive()
         return append(self, *args, **more)
 
     monkeypatch.setattr(Log, "append", slow_append)
     house.set_price(prompt="9")
-    threads[0].join(10)
-    assert quoted == [9 * 10**9]
+    assert seen == [True, 6]
+    assert quote(house).prompt == 9 * 10**9
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_after_a_write_with_an_unknown_end_nothing_is_quoted_until_the_ledger_tells(
+    house: Any, monkeypatch: pytest.MonkeyPatch, stands: bool
+) -> None:
+    """The connection is lost at the commit: the price may stand or not."""
+    exclusive = EventStore.exclusive
+
+    @contextmanager
+    def robbed(self: EventStore) -> Iterator[Log]:
+        with suppress(KeyError), exclusive(self) as log:
+            yield log
+            if not stands:
+                raise KeyError
+        raise LedgerUnavailable("the answer to the commit was lost")
+
+    monkeypatch.setattr(EventStore, "exclusive", robbed)
+    with pytest.raises(LedgerUnavailable):
+        house.set_price(prompt="9")
+    with pytest.raises(LedgerUnavailable):
+        quote(house)
+    monkeypatch.undo()
+    house.billing.refresh()
+    assert quote(house).prompt == (9 if stands else 1) * 10**9
+
+
+def test_what_is_quoted_while_prices_are_written_is_what_is_charged(house: Any) -> None:
+    began_us = house.clock()
+
+    def now_us() -> int:
+        return began_us + time.monotonic_ns() // 1000
+
+    billing = Billing(EventStore(house.url), base_model="base", clock=now_us, price_lead_us=20_000)
+    house.opened.append(billing)
+    stop = threading.Event()
+    quoted: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            ts_us = now_us()
+            with suppress(LedgerUnavailable):  # the disk took longer than the lead
+                quoted.append((ts_us, billing.quote("acme", "base", "base", ts_us).price_id))
+            time.sleep(0.0005)
+
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        for number in range(10):
+            per_million = dict.fromkeys(("prompt", "cached", "completion"), str(number))
+            price = billing.set_price(model="*", effective_at_us=0, currency="usd", per_million=per_million)
+            assert billing.quote("acme", "base", "base", now_us()).price_id == price.id
+    finally:
+        stop.set()
+        for thread in asking:
+            thread.join()
+    assert len({price_id for _, price_id in quoted}) > 5
+    assert quoted == [(ts_us, billing.quote("acme", "base", "base", ts_us).price_id) for ts_us, _ in quoted]
 
 
 def test_a_report_about_the_future_does_not_delay_the_next_price(house: Any) -> None:
