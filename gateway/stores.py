@@ -8,7 +8,8 @@ line without a server opens the same stores.
 
 from __future__ import annotations
 
-import os
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,23 +27,34 @@ from gateway.idempotency import Store
 from gateway.settings import Settings
 from gateway.watermark import CONSUMER, stored_until_idle_us
 from metering.clickhouse import UsageStore
+from metering.disk import fsync
 from metering.journal import Journal, recover_orphans
-from metering.lock import FileLock, Locked, fsync_folder
+from metering.lock import FileLock, Locked
 from metering.shipper import Drain, Shipper
 from metering.spool import Spool, SpoolError
 from migrations.runner import migrate_clickhouse, migrate_ledger
 
 log = structlog.get_logger(__name__)
 
-FLUSH_S = 30.0
+STALL_S = 60.0  # a ledger that takes nothing for so long holds up the start; one that is slow does not
+POLL_S = 0.5
+TELL_S = 5.0
+STOP_S = 10.0
 
 
 class StartError(Exception):
     """The server cannot start; the text is one clear sentence."""
 
 
+class GivenUp(StartError):
+    """`Stores.give_up` was called while they were being opened."""
+
+
 class Stores:
-    """Everything durable, and the two drains out of the spool. `open` does it all; `close` undoes it."""
+    """Everything durable, and the two drains out of the spool. `open` does it all; `close` undoes it.
+
+    `give_up`, from any thread, ends an `open` that is under way at its next step.
+    """
 
     lock: FileLock
     folder: str
@@ -59,6 +71,7 @@ class Stores:
         self._settings = settings
         self._clock_us = clock_us
         self._stack = ExitStack()
+        self._given_up = threading.Event()
         self.recovered = 0
 
     def open(self, base_model: str, progress: Callable[[str], None] = lambda _: None, *, serves: bool = True) -> None:
@@ -69,25 +82,38 @@ class Stores:
         try:
             self._open(base_model, progress)
             self._register(serves)
-            self._start_drains()
+            self._start_drains(progress)
         except BaseException:
             self._stack.close()
             raise
 
+    def give_up(self) -> None:
+        """What `open` has not begun yet it does not begin: it closes again and raises `GivenUp`."""
+        self._given_up.set()
+
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUp("The start was broken off.")
+
     def _open(self, base_model: str, progress: Callable[[str], None]) -> None:
         settings = self._settings
         self._own_folder()
+        self._go_on()
         progress("Bringing the ledger and the usage store up to date")
         migrate_ledger(settings.ledger)
+        self._go_on()
         migrate_clickhouse(settings.clickhouse)
+        self._go_on()
         events = EventStore(settings.ledger)
         self.gateways = Gateways(events)
         self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
         self._stack.callback(self.billing.close)
+        self._go_on()
         self.usage = UsageStore(settings.clickhouse)
         self._stack.callback(self.usage.close)
         self.spool = Spool(settings.spool_dir / "spool.sqlite3", max_bytes=settings.spool_max_bytes)
         self._stack.callback(self.spool.close)
+        self._go_on()
         orphans = recover_orphans(settings.journal_dir, self.spool, self._clock_us(), settings.gateway_id)
         self.recovered = len(orphans)
         if orphans:
@@ -146,15 +172,38 @@ class Stores:
     def _stored_until_us(self) -> int:
         return stored_until_idle_us(self._clock_us, self.journal, self.spool)
 
-    def _start_drains(self) -> None:
+    def _start_drains(self, progress: Callable[[str], None]) -> None:
         self.recorder = Drain(self.spool, "ledger", self.billing.record)
         self.recorder.start()
-        self._stack.callback(self.recorder.stop)
-        if not self.recorder.flush(FLUSH_S):
-            raise StartError("The ledger does not take the usage that was settled; the log says why.")
+        self._stack.callback(self._stop, self.recorder)
+        self._catch_up(progress)
         self.shipper = Shipper(self.spool, self.usage)
         self.shipper.start()
-        self._stack.callback(self.shipper.stop)
+        self._stack.callback(self._stop, self.shipper)
+
+    def _catch_up(self, progress: Callable[[str], None]) -> None:
+        """Wait until the ledger has all that was settled, however long that takes as long as it takes some.
+
+        Raises `StartError` when it took nothing for `STALL_S`.
+        """
+        taken, moved_s, told_s = self.recorder.delivered_total, time.monotonic(), float("-inf")
+        while not self.recorder.flush(POLL_S):
+            self._go_on()
+            now_s, left = time.monotonic(), self.recorder.lag_events
+            if self.recorder.delivered_total > taken:
+                taken, moved_s = self.recorder.delivered_total, now_s
+            elif now_s - moved_s >= STALL_S:
+                reason = self.recorder.last_error or "no answer"
+                raise StartError(
+                    f"The ledger lacks {left} settled requests, without which no balance is right, and has taken none "
+                    f"of them for {STALL_S:.0f} s ({reason})."
+                )
+            if now_s - told_s >= TELL_S:
+                progress(f"Charging what was settled: {left} requests are left")
+                told_s = now_s
+
+    def _stop(self, drain: Drain) -> None:
+        drain.stop(0.0 if self._given_up.is_set() else STOP_S)
 
     def flush(self, timeout_s: float) -> bool:
         """Deliver what is settled now to the ledger and the usage store; False when it was not done in time."""
@@ -177,10 +226,8 @@ def folder_id(folder: Path) -> str:
     if not found:
         found = uuid.uuid4().hex
         unfinished = path.with_suffix(".new")
-        with unfinished.open("w") as file:
-            file.write(f"{found}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        unfinished.write_text(f"{found}\n")
+        fsync(unfinished)
         unfinished.replace(path)
-        fsync_folder(folder)
+        fsync(folder)
     return found

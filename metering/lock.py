@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from metering.disk import fsync
-
 
 class Locked(Exception):
     """Another process (or another object of this one) owns it; the text names the file."""
@@ -42,6 +40,3 @@ class FileLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
-
-
-fsync_folder = fsync  # the name it had here; to be dropped with its last importer, gateway/stores.py
