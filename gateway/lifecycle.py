@@ -1,8 +1,10 @@
 """A server's life: everything opened in order, served, drained, and closed in order.
 
-Start: the port → the model → the engine's process, while the stores open on a thread (`stores`) → adapters → demo →
-serving. Stop (SIGTERM, SIGINT): not ready → running streams finish, up to `drain_s`; a second signal hurries → the rest
+Start: the port → the model → the engine's process, while the stores open on a thread (`stores`) → adapters → serving →
+demo. Stop (SIGTERM, SIGINT): not ready → running streams finish, up to `drain_s`; a second signal hurries → the rest
 is cut and settled as `shutdown` → the server closes → the engine stops → settlements are delivered → all is closed.
+Each step is taken whatever became of the one before. A signal during the start breaks it off; a third one is a kill,
+from which the next start recovers.
 
 Knows: the order. Does not know what any part does. `serve(settings)` is the whole program of `meterhouse serve`;
 `open_admin` is the same stores without an engine, for the command line when no server runs.
@@ -15,15 +17,17 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
 import uvloop
 from litestar import Litestar
 
+from billing.accounts import AdapterRecord
 from billing.errors import BillingError
+from billing.service import Billing
 from billing.stripe import StripeExporter
 from engine.client import Engine
 from engine.process import EngineProcess
@@ -32,6 +36,7 @@ from engine.types import EngineConfig, EngineError, EngineUnavailable
 from engine.weights import WeightsError, resolve_model
 from gateway import demo
 from gateway.admin import AdminState
+from gateway.admin.adapters import sweep
 from gateway.admission import adapter_ref
 from gateway.alarms import sample_delivery
 from gateway.app import Gateway, create_admin_app, create_gateway, now_us
@@ -39,8 +44,8 @@ from gateway.heartbeat import BEAT_S, Heartbeat
 from gateway.idempotency import Idempotency
 from gateway.keyfile import admin_key
 from gateway.openai import edge
-from gateway.server import bind, make_server, raise_file_limit
-from gateway.settings import Settings, SettingsError
+from gateway.server import Server, bind, make_server, raise_file_limit
+from gateway.settings import Settings, SettingsError, reachable
 from gateway.stores import StartError, Stores
 from gateway.telemetry import configure_logging
 from metering.errors import MeteringError
@@ -51,6 +56,8 @@ from migrations.runner import MigrationError
 log = structlog.get_logger(__name__)
 
 __all__ = ["Runtime", "StartError", "open_admin", "serve"]
+
+NO_MODEL = ""  # without an engine nothing is asked for by a model's name
 
 _EXPECTED = (
     BillingError,
@@ -93,15 +100,14 @@ class Runtime:
         self._beat_s = beat_s
 
     async def start(self) -> None:
-        """Open everything. Raises `StartError` or a room's error, with all closed again."""
+        """Open everything. Raises `StartError` or a room's error, or is cancelled, with all closed again."""
         self._progress("Starting the engine")
         opening = asyncio.create_task(asyncio.to_thread(self.stores.open, self._base_model, self._progress))
         starting = asyncio.create_task(self.engine.start())
-        results = await asyncio.gather(opening, starting, return_exceptions=True)
-        fault = next((result for result in results if isinstance(result, BaseException)), None)
         try:
-            if fault is not None:
-                raise fault
+            done, _ = await asyncio.wait({opening, starting}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
             self.admin = admin_state(self.settings, self.stores, self.engine, self._base_model, self._clock_us)
             self.gateway = self._make_gateway()
             telemetry = self.gateway.telemetry
@@ -111,9 +117,13 @@ class Runtime:
             self.heartbeat = Heartbeat(self.stores, self._clock_us, self._beat_s)
             self.heartbeat.start()
         except BaseException:
-            await self.engine.stop()
-            if results[0] is None:
-                await asyncio.to_thread(self.stores.close)
+            self.stores.give_up()  # its thread cannot be cancelled
+            starting.cancel()
+            await asyncio.wait({opening, starting})
+            async with AsyncExitStack() as closing:
+                if opening.exception() is None:
+                    closing.push_async_callback(asyncio.to_thread, self.stores.close)
+                closing.push_async_callback(self.engine.stop)
             raise
 
     def _make_gateway(self) -> Gateway:
@@ -130,14 +140,23 @@ class Runtime:
         )
 
     async def _load_adapters(self) -> None:
-        """Every tenant's adapters into the engine; one that fails is logged and answers 503, the others serve."""
-        for record in await asyncio.to_thread(self.stores.billing.adapters, None, 10_000):
+        """Tenants' adapters into the engine, oldest first, up to its limit; one that is not loaded answers 503."""
+        records = await asyncio.to_thread(_all_adapters, self.stores.billing)
+        await asyncio.to_thread(sweep, self.settings.adapters_dir, {record.id for record in records})
+        loaded, left_out = 0, 0
+        for record in records:
+            if loaded == self.settings.max_adapters:
+                left_out += 1
+                continue
             try:
                 await self.engine.load_adapter(adapter_ref(record))
+                loaded += 1
             except EngineUnavailable:
                 raise
             except EngineError as error:
                 log.error("adapter_not_loaded", tenant=record.tenant, adapter=record.name, reason=str(error))
+        if left_out:
+            log.error("adapters_left_out", count=left_out, loaded=loaded, max_adapters=self.settings.max_adapters)
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let what runs finish for so long; cut and settle the rest."""
@@ -145,12 +164,21 @@ class Runtime:
         await self.gateway.edge.drain(timeout_s)
 
     async def stop(self) -> None:
-        """After `drain`: the engine, then the stores, with what is settled delivered."""
-        await self.gateway.capture.close()
-        await self.admin.close()
-        await self.engine.stop()
-        await self.heartbeat.stop()
-        await asyncio.to_thread(self.stores.close)
+        """After `drain`: the engine, then the stores, with what is settled delivered. A step that fails skips none."""
+        async with AsyncExitStack() as closing:  # the last pushed is called first
+            closing.push_async_callback(asyncio.to_thread, self.stores.close)
+            closing.push_async_callback(self.heartbeat.stop)
+            closing.push_async_callback(self.engine.stop)
+            closing.push_async_callback(self.admin.close)
+            closing.push_async_callback(self.gateway.capture.close)
+
+
+def _all_adapters(billing: Billing) -> list[AdapterRecord]:
+    """Every tenant's, in order of their loads."""
+    found: list[AdapterRecord] = []
+    while page := billing.adapters(after=found[-1].id if found else None):
+        found += page
+    return found
 
 
 def admin_state(
@@ -179,26 +207,16 @@ def admin_state(
 def open_admin(settings: Settings) -> Iterator[Litestar]:
     """The admin API alone over the data folder, with no engine. Raises `StartError` when a server owns the folder."""
     stores = Stores(settings, now_us)
-    base_model = base_model_name(settings)
     with _one_sentence():
-        stores.open(base_model, serves=False)
+        stores.open(NO_MODEL, serves=False)
     try:
-        admin = admin_state(settings, stores, None, base_model, now_us)
+        admin = admin_state(settings, stores, None, NO_MODEL, now_us)
         try:
             yield create_admin_app(settings, admin)
         finally:
             asyncio.run(admin.close())
     finally:
         stores.close()
-
-
-def base_model_name(settings: Settings) -> str:
-    """The name the base model is asked for by: its folder's, known before the folder is there."""
-    if settings.model == "default":
-        from engine.weights import DEFAULT_MODEL
-
-        return DEFAULT_MODEL
-    return Path(settings.model).expanduser().resolve().name.removesuffix(".gguf")
 
 
 @contextmanager
@@ -226,31 +244,57 @@ def serve(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings, bound: socket.socket, model: Path) -> None:
-    tokenizer = Tokenizer(model)
-    engine = EngineProcess(engine_config(settings, model))
-    runtime = Runtime(settings, engine=engine, tokenizer=tokenizer, base_model=model.name, progress=_say)
     stopping, hurry = _watch_signals()
-    await runtime.start()
+    engine = EngineProcess(engine_config(settings, model))
+    runtime = Runtime(settings, engine=engine, tokenizer=Tokenizer(model), base_model=model.name, progress=_say)
+    if not await _unless(stopping, runtime.start()):
+        _say("Stopped before it served")
+        return
     server = make_server(runtime.gateway.app, write_timeout_s=settings.write_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
-    host, port = bound.getsockname()[:2]
     gc.collect()
     gc.freeze()
-    try:
-        await _until_started(server, serving)
-        await _announce(runtime, f"http://{_reachable(host)}:{port}")
-        await asyncio.wait({asyncio.create_task(stopping.wait()), serving}, return_when=asyncio.FIRST_COMPLETED)
-        _say("Stopping: running streams may finish")
-        drain = asyncio.create_task(runtime.drain(settings.drain_s))
-        await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        await runtime.drain(0.0)
-        await drain
-    finally:
-        server.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
-        await runtime.stop()
+    async with AsyncExitStack() as closing:  # the last pushed is called first
+        closing.push_async_callback(runtime.stop)
+        closing.push_async_callback(_close, server, serving)
+        closing.push_async_callback(_drain, runtime, hurry)
+        await _unless(stopping, _live(runtime, server, serving, bound))
     _say("Stopped")
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> bool:
+    """Whether `work` came to its end; False when it was cancelled, and cleaned up, because `stopping` was set first."""
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not working.done():
+        working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+        return False
+    working.result()
+    return True
+
+
+async def _live(runtime: Runtime, server: Server, serving: asyncio.Task[None], bound: socket.socket) -> None:
+    """Until the server ends by itself, which it does not."""
+    await _until_started(server, serving)
+    host, port = bound.getsockname()[:2]
+    await _announce(runtime, f"http://{reachable(host)}:{port}")
+    await asyncio.wait({serving})
+
+
+async def _drain(runtime: Runtime, hurry: asyncio.Event) -> None:
+    _say("Stopping: running streams may finish")
+    drain = asyncio.create_task(runtime.drain(runtime.settings.drain_s))
+    await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    await runtime.drain(0.0)
+    await drain
+
+
+async def _close(server: Server, serving: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await serving
 
 
 def engine_config(settings: Settings, model: Path) -> EngineConfig:
@@ -272,20 +316,27 @@ def engine_config(settings: Settings, model: Path) -> EngineConfig:
 
 
 def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """(the first signal came, the second came)."""
+    """(the first signal came, the second came). A third one ends the process at once."""
     stopping, hurry = asyncio.Event(), asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        (hurry if stopping.is_set() else stopping).set()
+        if not stopping.is_set():
+            stopping.set()
+            return
+        hurry.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
     return stopping, hurry
 
 
-async def _until_started(server: object, serving: asyncio.Task[None]) -> None:
-    while not getattr(server, "started", False):
+async def _until_started(server: Server, serving: asyncio.Task[None]) -> None:
+    while not server.started:
         if serving.done():
             await serving
             raise StartError("The HTTP server could not start; the log says why.")
@@ -302,11 +353,6 @@ async def _announce(runtime: Runtime, url: str) -> None:
     if runtime.settings.demo:
         for line in await demo.prepare(runtime.gateway.app, admin_key(runtime.settings), url, runtime.engine.info.name):
             _say(line)
-
-
-def _reachable(host: str) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
 
 
 def _stages() -> Callable[..., None]:

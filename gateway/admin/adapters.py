@@ -7,12 +7,15 @@ becomes of the folder it came from. A new load of a name is a new uuid: nothing 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import structlog
 from litestar import Router, delete, get, post
 from litestar.params import FromPath, JSONBody
 from msgspec import Meta
@@ -30,9 +33,13 @@ from gateway.admin.times import format_time
 from gateway.errors import BadRequest, Unavailable
 from metering.disk import fsync
 
+log = structlog.get_logger(__name__)
+
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 BYTES_MAX = 8 << 30  # of a file; what fits the model is the engine's to say
 FREE_BYTES_MIN = 64 << 20  # left on the disk by a copy: settlements need room too
+
+_LOAD_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 FolderText = Annotated[
     str, Meta(min_length=1, max_length=4096, description="folder on the server, in the format PEFT saves")
@@ -170,6 +177,23 @@ async def _drop(admin: AdminState, load_id: str, kept: Path) -> None:
         await admin.engine.unload_adapter(load_id)
     if kept.parent == admin.adapters_dir:
         await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+
+
+def sweep(adapters_dir: Path, known: Collection[str]) -> None:
+    """Delete copies whose load no ledger record knows: a kill stood between the copy and the record, or the deletion.
+
+    Nothing is deleted when the ledger knows none of them: it may be another one than theirs.
+    """
+    copies = [path for path in adapters_dir.glob("*") if path.is_dir() and _LOAD_ID.fullmatch(path.name)]
+    stray = [path for path in copies if path.name not in known]
+    if not stray:
+        return
+    if len(stray) == len(copies):
+        log.warning("adapter_copies_unknown", folder=str(adapters_dir), count=len(stray))
+        return
+    for path in stray:
+        shutil.rmtree(path, ignore_errors=True)
+    log.info("adapter_copies_swept", folder=str(adapters_dir), count=len(stray))
 
 
 router = Router("/", route_handlers=[add_adapter, list_adapters, remove_adapter], tags=["adapters"])
