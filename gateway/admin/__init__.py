@@ -6,19 +6,28 @@ served (engine). `admin_router(state)` is what the composition root mounts; it c
 
 from __future__ import annotations
 
-from litestar import Router
+from typing import Any
+
+from litestar import Request, Router
 from litestar.di import Provide
 
 from gateway.admin import adapters, credits, gateways, invoices, keys, prices, reconcile, tenants, unrated, usage
 from gateway.admin.body import check_body
 from gateway.admin.guard import admin_guard
 from gateway.admin.idempotency import provide_idempotency
+from gateway.admin.query import check_query
 from gateway.admin.state import AdminState
 
 PATH = "/admin/v1"
 ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
 
 __all__ = ["ADMIN_SCHEME", "PATH", "AdminState", "admin_router"]
+
+
+async def check_request(request: Request[Any, Any, Any]) -> None:
+    """A `before_request` hook: what litestar would let pass is refused."""
+    check_query(request)
+    await check_body(request)
 
 
 def admin_router(state: AdminState) -> Router:
@@ -46,6 +55,6 @@ def admin_router(state: AdminState) -> Router:
             "idempotency": Provide(provide_idempotency),
         },
         guards=[admin_guard(state.admin_key, state.billing)],
-        before_request=check_body,
+        before_request=check_request,
         security=[{ADMIN_SCHEME: []}],
     )

@@ -55,7 +55,7 @@ def _type_fault(name: str, value: Any, wanted: Any) -> Fault | None:
 
 
 async def check_body(request: Request[Any, Any, Any]) -> None:
-    """A `before_request` hook. Raises `BadRequest` that names every fault of the body."""
+    """Raises `BadRequest` that names every fault of the body."""
     wanted = request.route_handler.parsed_data_field
     if wanted is not None:
         refuse(body_faults(await request.body(), wanted.annotation))

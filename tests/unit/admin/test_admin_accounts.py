@@ -61,6 +61,21 @@ async def test_a_bad_page_is_refused_by_name(world: World, query: dict[str, obje
     assert error(answer)["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/usage?tennant=acme", "tennant"),
+        ("/usage?tenant=acme&tenant=globex", "tenant"),
+        ("/tenants?offset=3", "offset"),
+        ("/invoices?tenant=acme&status=draft", "status"),
+        ("/tenants/acme/balance?tenant=globex", "tenant"),
+    ],
+)
+async def test_a_misspelt_or_doubled_parameter_is_refused_by_name(world: World, path: str, param: str) -> None:
+    await world.post("/tenants", {"id": "acme", "name": "Acme"})
+    assert (await world.call("GET", path, expect=400))["error"]["param"] == param
+
+
 async def test_a_key_is_shown_once_and_opens_until_it_is_revoked(world: World) -> None:
     await world.tenant()
     made = await world.post("/tenants/acme/keys", {"name": "laptop"})
