@@ -124,6 +124,7 @@ async def world(tmp_path: Path, chdb_url: str, stripe_double: StripeDouble) -> A
     clock, engine = Clock(), FakeEngine(name="base")
     stores = Stores(settings, clock)
     await asyncio.to_thread(stores.open, "base")
+    stores.billing._price_lead_us = 0  # this clock stands while a price waits until it counts
     await engine.start()
     made = World(settings, stores, engine, clock)
     try:
