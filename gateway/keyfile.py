@@ -32,7 +32,7 @@ def _read(path: Path) -> str:
 
 def _mint(path: Path) -> str:
     """Write beside, then link: of two processes that mint at once both end up with the one key that stands."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = PREFIX + secrets.token_urlsafe(32)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

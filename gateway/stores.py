@@ -131,7 +131,7 @@ class Stores:
     def _own_folder(self) -> None:
         folder = self._settings.data_dir
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # clients' answers lie in it
             self.lock = FileLock(folder / "server.lock")
         except Locked:
             raise StartError(
