@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 
 from engine.core import EngineCore
+from engine.logs import configure_logging
 from engine.modelcache import WeightsError
 from engine.types import AdapterRejected, EngineConfig, EngineError
 from engine.wire import (
@@ -134,26 +135,26 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _first(pipe: Pipe) -> EngineConfig:
+def _first(pipe: Pipe) -> Configure:
     messages: list[ToChild] = []
     while not messages:
         pipe.wait(None)
         messages = pipe.receive()
     if len(messages) != 1 or not isinstance(messages[0], Configure):
         raise RuntimeError("not configured")
-    return messages[0].config
+    return messages[0]
 
 
 def main(fd: int, parent_pid: int, builder: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent(parent_pid)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=fd) as sock, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         pipe = Pipe(sock)
-        config = _first(pipe)
+        first = _first(pipe)
+        configure_logging(first.log_level, first.log_format)
         try:
-            core = _build(config, builder)
+            core = _build(first.config, builder)
         except Exception as error:
             if not isinstance(error, EngineError | WeightsError | MemoryError):
                 log.exception("the engine cannot start")

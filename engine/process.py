@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -61,6 +61,10 @@ log = logging.getLogger(__name__)
 CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Defaults of the child's environment. Its threads share the cores with the gateway: a barrier that spins waits out the
 scheduler's tick for a thread whose core is taken (milliseconds, hundreds of times a step), one that sleeps does not."""
+
+SECRET_VARIABLES = ("METERHOUSE_", "STRIPE_", "PGPASS")
+"""How variables begin that the child must not have: it reads files that strangers made, and has no use for keys and
+for URLs with passwords. Its settings come in a message."""
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 5.0
@@ -137,7 +141,8 @@ class EngineProcess:
     """The `Engine` over a child process; see `engine.client` for the obligations.
 
     `hang_timeout_s`: a child that has work and says nothing for so long is killed. `builder` names the
-    function that makes the child's `EngineCore` from the config. Use from one event loop.
+    function that makes the child's `EngineCore` from the config. `log_level` and `log_format` are the child's, as
+    `engine.logs` takes them. Use from one event loop.
     """
 
     def __init__(
@@ -146,11 +151,14 @@ class EngineProcess:
         *,
         hang_timeout_s: float = 120.0,
         builder: str = "engine.core:build",
+        log_level: str = "info",
+        log_format: str = "auto",
     ) -> None:
         self.on_step: StepHook | None = None
         self._config = config
         self._hang_timeout_s = hang_timeout_s
         self._builder = builder
+        self._log_level, self._log_format = log_level, log_format
         self._link: _Link | None = None
         self._ready = False
         self._stopping = False
@@ -324,7 +332,7 @@ class EngineProcess:
         except OSError as error:
             raise EngineUnavailable(f"the engine process cannot be started: {error.strerror}") from error
         try:
-            link.send(Configure(self._config))
+            link.send(Configure(self._config, self._log_level, self._log_format))
             self._info = await asyncio.wait_for(link.up, START_TIMEOUT_S)
             for adapter in list(self._adapters.values()):
                 await self._reload(link, adapter)
@@ -348,7 +356,7 @@ class EngineProcess:
                 stdout=2,  # a library that prints must not write into the gateway's output
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # signals to the gateway's group are for the gateway to act on
-                env={**CHILD_ENVIRONMENT, **os.environ},
+                env=_child_environment(os.environ),
             )
             _, link = await loop.create_unix_connection(lambda: _Link(self._heard, self._lost), sock=ours)
         except BaseException:
@@ -444,6 +452,11 @@ class EngineProcess:
         running = sum(entry.request.n for entry in self._open.values() if entry.started)
         waiting = sum(not entry.started for entry in self._open.values())
         return waiting >= self._config.max_waiting + max(0, self._config.max_num_seqs - running)
+
+
+def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if not name.startswith(SECRET_VARIABLES)}
+    return {**CHILD_ENVIRONMENT, **kept}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from engine.types import AdapterInfo, AdapterRef, EngineConfig, ModelInfo, Reque
 
 
 class Configure(msgspec.Struct, array_like=True, tag=True):
-    """The first message: what to serve."""
+    """The first message: what to serve, and how to log (`engine.logs`)."""
 
     config: EngineConfig
+    log_level: str = "info"
+    log_format: str = "auto"
 
 
 class Submit(msgspec.Struct, array_like=True, tag=True):

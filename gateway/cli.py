@@ -146,8 +146,8 @@ _limit = click.option(
 @contextmanager
 def _open_here(settings: Settings) -> Iterator[Any]:
     """The admin app on the data folder, without an engine. The whole program hangs on it, so it is imported late."""
+    from engine.logs import configure_logging
     from gateway import lifecycle
-    from gateway.telemetry import configure_logging
 
     # Standard output is the answer's, standard error has one sentence; who debugs gets the log there too.
     configure_logging("debug" if settings.log_level == "debug" else "critical", settings.log_format)

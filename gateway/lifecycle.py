@@ -30,6 +30,7 @@ from billing.errors import BillingError
 from billing.service import Billing
 from billing.stripe import StripeExporter
 from engine.client import Engine
+from engine.logs import configure_logging
 from engine.process import EngineProcess
 from engine.tokens import Tokenizer
 from engine.types import EngineConfig, EngineError, EngineUnavailable
@@ -47,7 +48,6 @@ from gateway.openai import edge
 from gateway.server import Server, bind, make_server, raise_file_limit
 from gateway.settings import Settings, SettingsError, reachable
 from gateway.stores import StartError, Stores
-from gateway.telemetry import configure_logging
 from metering.errors import MeteringError
 from metering.journal import JournalError
 from metering.spool import SpoolError
@@ -245,7 +245,7 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings, bound: socket.socket, model: Path) -> None:
     stopping, hurry = _watch_signals()
-    engine = EngineProcess(engine_config(settings, model))
+    engine = EngineProcess(engine_config(settings, model), log_level=settings.log_level, log_format=settings.log_format)
     runtime = Runtime(settings, engine=engine, tokenizer=Tokenizer(model), base_model=model.name, progress=_say)
     if not await _unless(stopping, runtime.start()):
         _say("Stopped before it served")

@@ -1,6 +1,6 @@
-"""Metrics and logs: their names, labels and meaning, and the one object that moves them.
+"""Metrics: their names, labels and meaning, and the one object that moves them.
 
-Knows: every metric the server exposes (`METRICS`; dashboards and rules are built from it) and how log lines look.
+Knows: every metric the server exposes (`METRICS`; dashboards and rules are built from it).
 Does not know: tenants. No label carries a tenant or an adapter's name: `/metrics` is not behind a tenant's key, and
 the number of series stays fixed. Usage per tenant is in ClickHouse.
 
@@ -10,13 +10,10 @@ The names starting with `vllm:` are vLLM's, so that its dashboards and load gene
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from engine.types import EngineStats, TokenCounts
@@ -188,26 +185,3 @@ class Telemetry:
         for sampler in self._samplers:
             sampler()
         return generate_latest(self.registry)
-
-
-def configure_logging(level: str, form: str) -> None:
-    """structlog for the whole process: one line an event, JSON unless a person watches; never a secret."""
-    as_console = form == "console" or (form == "auto" and sys.stderr.isatty())
-    renderer: Any = structlog.dev.ConsoleRenderer() if as_console else structlog.processors.JSONRenderer()
-    number = getattr(logging, level.upper())
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
-    logging.basicConfig(
-        level=max(number, logging.WARNING), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s"
-    )

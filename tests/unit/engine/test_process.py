@@ -121,6 +121,37 @@ async def test_a_gateway_with_thousands_of_connections_can_start_it(make: Make) 
         assert len(await read(engine.submit(request()))) == 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the environment of another process")
+async def test_the_child_is_not_given_the_gateways_secrets(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {
+        "STRIPE_API_KEY": "sk_test_1",
+        "METERHOUSE_ADMIN_KEY": "a",
+        "METERHOUSE_LEDGER_URL": "b",
+        "PGPASSWORD": "c",
+    }
+    for name, value in {**secrets, "TRITON_CACHE_DIR": "/t", "OMP_WAIT_POLICY": "active"}.items():
+        monkeypatch.setenv(name, value)
+    engine = make()
+    await engine.start()
+    entries = Path(f"/proc/{engine.pid}/environ").read_bytes().decode().split("\0")  # noqa: ASYNC240  # no disk
+    found = dict(entry.split("=", 1) for entry in entries if entry)
+    assert not set(secrets) & set(found)
+    assert not [name for name in found if name.startswith(("METERHOUSE_", "STRIPE_"))]
+    kept = {name: found[name] for name in ("TRITON_CACHE_DIR", "OMP_WAIT_POLICY", "PATH", "PYTHONPATH")}
+    assert kept == {name: os.environ[name] for name in kept}
+
+
+async def test_the_child_logs_as_it_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    engine = EngineProcess(EngineConfig(model='{"nonsense": 1}'), builder=BUILDER, log_format="json")
+    with pytest.raises(EngineUnavailable):
+        await engine.start()
+    await engine.stop()
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (line["logger"], line["level"], line["event"]) == ("engine.child", "error", "the engine cannot start")
+    assert "TypeError" in line["exception"]
+
+
 async def test_what_can_never_be_served_is_refused_at_the_door(make: Make) -> None:
     engine = make(num_blocks=8, config={"max_num_seqs": 1, "max_waiting": 1}, step_s=0.02)
     await engine.start()
