@@ -143,7 +143,11 @@ async def test_a_ledger_that_is_away_stops_nothing_and_is_seen_again(
     async def opens() -> bool:
         return await other.ask(first["key"]) == 200
 
+    async def recorded() -> bool:
+        return other.runtime.stores.spool.count("ledger") == 0
+
     await within(opens)
+    await within(recorded)  # to record is to see all that stands, too
     beats = 0
     read = other.runtime.stores.billing._store.read
 
@@ -159,7 +163,7 @@ async def test_a_ledger_that_is_away_stops_nothing_and_is_seen_again(
         return beats >= 3
 
     await within(beaten)
-    assert (await other.ask(first["key"]), await other.ask(second["key"])) == (200, 401)
+    assert (await other.ask(second["key"]), await other.ask(first["key"])) == (401, 200)
     monkeypatch.setattr(other.runtime.stores.billing._store, "read", read)
 
     async def opens_too() -> bool:
