@@ -16,10 +16,10 @@ import httpx
 import msgspec
 from anyio.from_thread import start_blocking_portal
 
+from gateway import paths
 from gateway.keyfile import admin_key
 from gateway.settings import Settings
 
-PREFIX = "/admin/v1"
 TIMEOUT = httpx.Timeout(300.0, connect=3.0)  # an export or the unloading of an adapter takes its time
 
 Query = dict[str, str | int | None]
@@ -38,7 +38,7 @@ class AdminClient:
     """
 
     def __init__(self, base_url: str, admin_key: str, send: Send) -> None:
-        self._base_url = base_url.rstrip("/") + PREFIX
+        self._base_url = base_url.rstrip("/") + paths.ADMIN
         self._headers = {"authorization": f"Bearer {admin_key}"}
         self._send = send
 
@@ -111,12 +111,21 @@ def connect(settings: Settings, open_app: OpenApp) -> Iterator[AdminClient]:
 
 
 def _answers(base_url: str) -> bool:
-    """Whether something that speaks HTTP listens there."""
+    """Whether a server listens there. Raises `CallFailed` when it is another one: the admin key is not for it."""
     try:
-        httpx.get(f"{base_url}/health/live", timeout=3.0)
+        response = httpx.get(base_url + paths.LIVE, timeout=3.0)
     except httpx.TransportError:
         return False
-    return True
+    try:
+        product = msgspec.json.decode(response.content)["product"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        product = None
+    if product == paths.PRODUCT:
+        return True
+    raise CallFailed(
+        f"what answers at {base_url} is not Meterhouse: name its server with --host and --port, or for a data folder "
+        "without a server a port that nobody listens on"
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.client import Engine
 from engine.types import EngineBusy, EngineError, Finish, Request, SamplingParams
+from gateway import paths
 from gateway.admission import Admission
 from gateway.capture import PROBE_PREFIX, Capture
 from gateway.telemetry import Telemetry
@@ -77,10 +78,10 @@ class Health:
             return "the engine is not up"
 
 
-@get("/health/live", tags=["Health"])
+@get(paths.LIVE, tags=["Health"])
 async def live() -> dict[str, str]:
-    """The process answers."""
-    return {"status": "ok"}
+    """The process answers, and says what it is."""
+    return {"status": "ok", "product": paths.PRODUCT}
 
 
 @get("/health/ready", tags=["Health"])

@@ -11,6 +11,7 @@ from typing import Any
 from litestar import Request, Router
 from litestar.di import Provide
 
+from gateway import paths
 from gateway.admin import adapters, credits, gateways, invoices, keys, prices, reconcile, tenants, unrated, usage
 from gateway.admin.body import check_body
 from gateway.admin.guard import admin_guard
@@ -18,10 +19,9 @@ from gateway.admin.idempotency import provide_idempotency
 from gateway.admin.query import check_query
 from gateway.admin.state import AdminState
 
-PATH = "/admin/v1"
 ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
 
-__all__ = ["ADMIN_SCHEME", "PATH", "AdminState", "admin_router"]
+__all__ = ["ADMIN_SCHEME", "AdminState", "admin_router"]
 
 
 async def check_request(request: Request[Any, Any, Any]) -> None:
@@ -37,7 +37,7 @@ def admin_router(state: AdminState) -> Router:
         return state
 
     return Router(
-        PATH,
+        paths.ADMIN,
         route_handlers=[
             tenants.router,
             keys.router,

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,31 @@ def test_a_wrong_admin_key_is_told(real_server: ServerProcess) -> None:
 def test_a_data_folder_that_a_server_has_is_not_opened_twice(real_server: ServerProcess) -> None:
     cli = Cli(f"--data-dir={real_server.data_dir}", f"--port={free_port()}")
     assert "Another Meterhouse server runs" in cli.fails("tenant", "list")
+
+
+@pytest.mark.parametrize("answer", [b'{"status":"ok"}', b"[1]", b"<html>"])
+def test_the_admin_key_is_not_sent_to_a_stranger(folder: Cli, answer: bytes) -> None:
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, dict(self.headers)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        told = Cli(folder.flags[0], f"--port={server.server_port}").fails("tenant", "list")
+        server.shutdown()
+        thread.join()
+    assert "is not Meterhouse" in told
+    assert [path for path, _ in asked] == ["/health/live"]
+    assert ADMIN_KEY not in str(asked)
 
 
 def test_without_server_and_folder_both_are_named(tmp_path: Path) -> None:

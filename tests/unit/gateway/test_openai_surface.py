@@ -221,7 +221,7 @@ def test_tokenize_equals_what_is_billed(gateway: RunningGateway) -> None:
 
 def test_health_and_metrics(make_gateway: MakeGateway) -> None:
     gateway = make_gateway(engine=FakeEngine(ByteTokenizer(), restart_s=5.0))
-    assert httpx.get(f"{gateway.url}/health/live").json() == {"status": "ok"}
+    assert httpx.get(f"{gateway.url}/health/live").json() == {"status": "ok", "product": "meterhouse"}
     for _ in range(20):
         assert httpx.get(f"{gateway.url}/health/ready").status_code == 200
     assert len(gateway.engine.submitted) == 1  # asking often costs one probe
