@@ -1,11 +1,13 @@
 """What a first `make serve` has to show: two tenants with keys, adapters, a price and credit.
 
 Knows: the admin API, over which it makes everything, as a person would. Does not know how any of it is stored. Safe to
-be killed and run again: each call has its own idempotency key, and a tenant that exists ends it.
+be killed and run again: a tenant's key is made last, so one that has any key is whole and left alone; for the others
+each call has an idempotency key that says what is asked for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -14,6 +16,8 @@ from typing import Any
 
 import httpx
 from litestar import Litestar
+
+from gateway import paths
 
 ADAPTERS = Path(__file__).resolve().parent.parent / "examples" / "adapters"
 TENANTS = (("acme", "Acme"), ("globex", "Globex"))
@@ -29,21 +33,28 @@ async def prepare(app: Litestar, admin_key: str, url: str, model: str) -> list[s
     """Make the demo on a first start; the lines to print."""
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]  # litestar is an ASGI application
     headers = {"authorization": f"Bearer {admin_key}"}
-    async with httpx.AsyncClient(transport=transport, base_url=f"{url}/admin/v1", headers=headers) as admin:
-        if (await admin.get(f"/tenants/{TENANTS[0][0]}")).status_code == 200:
-            return [
-                f"The demo tenants {' and '.join(id for id, _ in TENANTS)} are there from an earlier start.",
-                f"Their keys were shown once; a new one: meterhouse key create {TENANTS[0][0]} another",
-            ]
-        await _post(admin, "/prices", {"model": "*", "effective_at": _EPOCH, "currency": "usd", "per_million": PRICE})
-        keys = {}
+    async with httpx.AsyncClient(transport=transport, base_url=f"{url}{paths.ADMIN}", headers=headers) as admin:
         adapters = sorted(path for path in ADAPTERS.glob("*") if (path / "adapter_config.json").is_file())
-        for number, (id, name) in enumerate(TENANTS):
+        missing = [number for number, (id, _) in enumerate(TENANTS) if not await _is_whole(admin, id)]
+        if missing:
+            price = {"model": "*", "effective_at": _EPOCH, "currency": "usd", "per_million": PRICE}
+            await _post(admin, "/prices", price)
+        keys = {}
+        for number in missing:
+            id, name = TENANTS[number]
             keys[id] = await _tenant(admin, id, name, adapters[number :: len(TENANTS)])
     return _lines(url, model, keys, adapters)
 
 
 _EPOCH = "2026-01-01T00:00:00Z"
+
+
+async def _is_whole(admin: httpx.AsyncClient, id: str) -> bool:
+    """Whether the tenant has a key, or had one that was revoked."""
+    response = await admin.get(f"/tenants/{id}/keys", params={"limit": 1})
+    if response.status_code == httpx.codes.NOT_FOUND:
+        return False
+    return bool(_answer(f"/tenants/{id}/keys", response)["data"])
 
 
 async def _tenant(admin: httpx.AsyncClient, id: str, name: str, adapters: list[Path]) -> str:
@@ -56,7 +67,12 @@ async def _tenant(admin: httpx.AsyncClient, id: str, name: str, adapters: list[P
 
 
 async def _post(admin: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    response = await admin.post(path, json=body, timeout=120.0)
+    asked = hashlib.sha256(json.dumps([path, body]).encode()).hexdigest()
+    headers = {"idempotency-key": f"demo-{asked}"}
+    return _answer(path, await admin.post(path, json=body, headers=headers, timeout=120.0))
+
+
+def _answer(path: str, response: httpx.Response) -> Any:
     if response.is_success:
         return response.json()
     raise DemoError(f"the demo could not be made: {path}: {response.json()['error']['message']}")
@@ -69,27 +85,40 @@ def python(executable: str, folder: Path) -> str:
 
 
 def _lines(url: str, model: str, keys: dict[str, str], adapters: list[Path]) -> list[str]:
-    first = TENANTS[0][0]
+    """`keys` are those that were made just now, by tenant."""
+    there = [id for id, _ in TENANTS if id not in keys]
+    again = [
+        f"The demo tenant {id} is there from an earlier start; its key was shown then. A new one: {new_key(id)}"
+        for id in there
+    ]
+    if not keys:
+        return again
+    served = [
+        f"  {id:8} {keys[id]}   models: {', '.join([model, *(a.name for a in adapters[number :: len(TENANTS)])])}"
+        for number, (id, _) in enumerate(TENANTS)
+        if id in keys
+    ]
+    return [*again, "", "Demo tenants and their keys (shown this once):", *served, "", *_tries(url, model, keys)]
+
+
+def new_key(tenant: str) -> str:
+    return f"meterhouse key create {tenant} --name another"
+
+
+def _tries(url: str, model: str, keys: dict[str, str]) -> list[str]:
+    key = next(iter(keys.values()))
     messages = [{"role": "user", "content": "Give me three tips for a good night of sleep."}]
     ask = json.dumps(
         {"model": model, "messages": messages, "temperature": 0.2, "max_tokens": 200, "stream": True},
         separators=(",", ":"),
     )
-    served = [
-        f"  {id:8} {keys[id]}   models: {', '.join([model, *(a.name for a in adapters[number :: len(TENANTS)])])}"
-        for number, (id, _) in enumerate(TENANTS)
-    ]
     return [
-        "",
-        "Demo tenants and their keys (shown this once):",
-        *served,
-        "",
         "Try it:",
-        f"  curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {keys[first]}' \\",
+        f"  curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' \\",
         f"    -H 'Content-Type: application/json' -d '{ask}'",
         "",
         f'  {python(sys.executable, Path.cwd())} -c "from openai import OpenAI; '
-        f"print(OpenAI(base_url='{url}/v1', api_key='{keys[first]}')"
+        f"print(OpenAI(base_url='{url}/v1', api_key='{key}')"
         f".chat.completions.create(model='{model}', messages=[dict(role='user', content='Hello!')],"
         "temperature=0.2, max_tokens=60)"
         '.choices[0].message.content)"',
