@@ -110,5 +110,5 @@ class LedgerCorrupt(LedgerUnavailable):
     """The hash chain does not hold from `seq` on."""
 
     def __init__(self, seq: int, reason: str) -> None:
-        self.seq = seq
+        self.seq, self.reason = seq, reason
         super().__init__(f"the ledger's hash chain is broken at event {seq}: {reason}")

@@ -63,11 +63,21 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     event_ids: list[str] = []
 
 
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger's events whose hashes were checked, and the first at which the chain does not hold."""
+
+    from_seq: int
+    to_seq: int
+    broken_at: int | None = None
+    reason: str = ""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`ok` when there is no difference."""
 
     start_us: int
     end_us: int
+    chain: Chain
     rows: list[Row]
     differences: list[Difference]
 
@@ -88,10 +98,12 @@ class Sources(msgspec.Struct, kw_only=True):
 
     start_us: int
     end_us: int
+    chain: Chain
     events: Iterable[UsageEvent]  # spool and usage store; one that is in both may come twice
     charged: Sequence[Charged]
     unrated: Sequence[Unrated]
     invoices: Mapping[str, Sequence[Invoice]]  # by tenant, all of them in the order of their cuts
+    conflicts: Sequence[str] = ()  # ids that the usage store has with more than one content; `events` has one of them
     journal: Iterable[CountRow] | None = None
     open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
     provider_totals: Mapping[str, int | None] = {}  # invoices to compare → minor units, None: it has none
@@ -100,7 +112,7 @@ class Sources(msgspec.Struct, kw_only=True):
 def compare(sources: Sources) -> Report:
     """Every cell of every book, and every place where two of them part."""
     charges = {charge.rated.event_id: charge for charge in sources.charged}
-    stored, differences = _stored(sources.events, {id: charge.rated.event_hash for id, charge in charges.items()})
+    stored, conflicts = _stored(sources.events, {id: charge.rated.event_hash for id, charge in charges.items()})
     stored_cells, rated_cells, invoiced_cells, amounts = _cells(sources, stored)
     journal = _journal_cells(sources)
     rows = []
@@ -118,38 +130,54 @@ def compare(sources: Sources) -> Report:
                 amount_femto=amounts[cell],
             )
         )
-    differences += _journal_differences(rows)
-    differences += _ledger_differences(sources, stored, charges)
-    differences += _invoice_differences(sources)
-    return Report(start_us=sources.start_us, end_us=sources.end_us, rows=rows, differences=differences)
+    differences = [
+        *_chain_difference(sources.chain),
+        *_conflicts({*conflicts, *sources.conflicts}, stored),
+        *_journal_differences(rows),
+        *_ledger_differences(sources, stored, charges),
+        *_invoice_differences(sources),
+    ]
+    return Report(
+        start_us=sources.start_us, end_us=sources.end_us, chain=sources.chain, rows=rows, differences=differences
+    )
 
 
-def _stored(
-    events: Iterable[UsageEvent], standing: Mapping[str, str]
-) -> tuple[dict[str, UsageEvent], list[Difference]]:
-    """The one content of each id: what the ledger charged if it is there, else the first. More are a difference."""
+def _stored(events: Iterable[UsageEvent], standing: Mapping[str, str]) -> tuple[dict[str, UsageEvent], set[str]]:
+    """The one content of each id: what the ledger charged if it is there, else the first; and which ids have more."""
     kept: dict[str, tuple[str, UsageEvent]] = {}
-    conflicts: dict[str, UsageEvent] = {}
+    conflicts: set[str] = set()
     for event in events:
         digest = content_hash(event)
         before = kept.setdefault(event.event_id, (digest, event))
         if before[0] != digest:
-            conflicts[event.event_id] = event
+            conflicts.add(event.event_id)
             if digest == standing.get(event.event_id):
                 kept[event.event_id] = (digest, event)
-    differences = [
-        Difference(
-            between="event content",
-            tenant=event.tenant,
-            model=event.model,
-            hour_us=hour_of(event.ts_us),
-            left="one content",
-            right="more than one",
-            event_ids=[event.event_id],
+    return {id: event for id, (_, event) in kept.items()}, conflicts
+
+
+def _chain_difference(chain: Chain) -> Iterable[Difference]:
+    if chain.broken_at is not None:
+        yield Difference(
+            between="ledger and its hash chain", tenant="", left=f"event {chain.broken_at}", right=chain.reason
         )
-        for event in conflicts.values()
-    ]
-    return {id: event for id, (_, event) in kept.items()}, differences
+
+
+def _conflicts(ids: Iterable[str], stored: Mapping[str, UsageEvent]) -> Iterable[Difference]:
+    """Ids under which more than one content came; the first stands, but somebody should look why."""
+    apart: dict[Cell, list[str]] = defaultdict(list)
+    for id in ids:
+        apart[_cell(stored[id]) if id in stored else ("", "", -1)].append(id)
+    for (tenant, model, hour_us), of_cell in sorted(apart.items()):
+        yield Difference(
+            between="event content",
+            tenant=tenant,
+            model=model,
+            hour_us=None if hour_us < 0 else hour_us,
+            left="conflict: more than one content",
+            right=f"{len(of_cell)} requests",
+            event_ids=sorted(of_cell)[:IDS_SHOWN],
+        )
 
 
 def _of_event(event: UsageEvent | UsageRated) -> Tokens:

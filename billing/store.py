@@ -260,10 +260,17 @@ class EventStore:
             yield from page
             version = page[-1].version
 
-    def verify_chain(self) -> int:
-        """Check every row's hash and number; the count of rows. Raises `LedgerCorrupt`."""
-        previous, seq = GENESIS, 0
-        while page := self.read(seq):
+    def verify_chain(self, after_seq: int = 0, *, upto: tuple[int, str] | None = None) -> int:
+        """Check every row's hash and number behind one; the last row's number. Raises `LedgerCorrupt`.
+
+        With `upto`, the number and hash of a row that was checked before, that row is the last and must have that
+        hash. It covers all rows before it, so a chain that was forged anew from some row on is found as well.
+        """
+        seq, previous = after_seq, self._hash(after_seq)
+        while upto is None or seq < upto[0]:
+            page = self.read(seq, PAGE if upto is None else min(PAGE, upto[0] - seq))
+            if not page:
+                break
             for row in page:
                 seq += 1
                 if row.seq != seq:
@@ -271,7 +278,25 @@ class EventStore:
                 if row.hash != chained(previous, row):
                     raise LedgerCorrupt(seq, "content and hash differ")
                 previous = row.hash
+        if upto is not None and seq < upto[0]:
+            raise LedgerCorrupt(seq + 1, "a number is missing")
+        if upto is not None and previous != upto[1]:
+            raise LedgerCorrupt(seq, "it, or one before it, was rewritten together with its hash")
         return seq
+
+    def _hash(self, seq: int) -> str:
+        """A row's hash as it is stored, `GENESIS` before the first. Raises `LedgerCorrupt`."""
+        if seq == 0:
+            return GENESIS
+        row = next(iter(self.read(seq - 1, 1)), None)
+        if row is None or row.seq != seq:
+            raise LedgerCorrupt(seq, "a number is missing")
+        return row.hash
+
+    def last_before(self, time_us: int) -> int:
+        """The number of the last event that was recorded before a time, 0 where there is none."""
+        with self.connected() as connection:
+            return _last_before(connection, _table.c.seq, sa.true(), time_us)
 
     @contextmanager
     def connected(self, *, write: bool = False) -> Iterator[sa.Connection]:

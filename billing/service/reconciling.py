@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from billing.checks import Faults
-from billing.errors import Invalid
+from billing.errors import Invalid, LedgerCorrupt
 from billing.invoice import Invoice, InvoiceStatus, UsageSource
-from billing.reconcile import Charged, Report, Sources, compare
+from billing.reconcile import Chain, Charged, Report, Sources, compare
 from billing.service.invoicing import CLOCK_SLACK_US, InvoiceService
 from metering.counts import HOUR_US, CountRow, hour_of
 from metering.events import UsageEvent
+
+ProviderTotals = Callable[[Sequence[Invoice]], Mapping[str, int]]
+"""The payment provider's totals in minor units, by our invoice id."""
+
+
+class ComparedUsage(UsageSource, Protocol):
+    """A usage store that also tells of the contents it does not count."""
+
+    def conflicts(self, start_us: int, end_us: int) -> list[str]:
+        """Ids of events in [start_us, end_us) that are stored with more than one content."""
+        ...
 
 
 class ReconcileService(InvoiceService):
@@ -22,53 +34,61 @@ class ReconcileService(InvoiceService):
         start_us: int,
         end_us: int,
         *,
-        usage: UsageSource,
+        usage: ComparedUsage,
         spool_events: Iterable[UsageEvent] = (),
         journal_totals: Iterable[CountRow] | None = None,
         open_from_us: int | None = None,
-        stripe: Callable[[Sequence[Invoice]], Mapping[str, int]] | None = None,
+        stripe: ProviderTotals | None = None,
     ) -> Report:
         """Compare everything about requests that began in [start_us, end_us), widened to whole hours.
 
         `spool_events` are settled and perhaps not in `usage` yet; `journal_totals` are the journal's sums for
         the same hours; `open_from_us` is when the oldest request under way began, as the journal already has
-        what no event has yet; `stripe` gives the provider's totals in minor units by our invoice id.
+        what no event has yet; `stripe` gives the provider's totals. The hash chain is checked over all rows of the
+        ledger that can be about the range, up to the last that was folded in.
         """
-        faults = Faults()
-        faults.time("start", start_us)
-        faults.time("end", end_us)
-        faults.raise_if_any()
-        if end_us <= start_us:
-            raise Invalid([("end", "must be later than start")])
-        start_us, end_us = hour_of(start_us), hour_of(end_us + HOUR_US - 1)
+        start_us, end_us = _whole_hours(start_us, end_us)
         spooled = [event for event in spool_events if start_us <= event.ts_us < end_us]
-        self.refresh()
+        chain = self._checked_chain(start_us)
         with self._state:
             tenants = list(self._books.accounts.tenants)
             unrated = [one for one in self._books.ledger.unrated.values() if start_us <= one.ts_us < end_us]
             invoices = {tenant: self._books.invoices.of(tenant) for tenant in tenants}
-        touched = [
-            invoice
-            for of_tenant in invoices.values()
-            for invoice in of_tenant
-            if invoice.status is InvoiceStatus.EXPORTED
-            and invoice.period_start_us < end_us
-            and start_us < invoice.period_end_us
-        ]
-        told = stripe(touched) if stripe is not None else {}
-        totals = {invoice.id: told.get(invoice.id) for invoice in touched} if stripe is not None else {}
         return compare(
             Sources(
                 start_us=start_us,
                 end_us=end_us,
+                chain=chain,
                 events=itertools.chain(usage.events(None, start_us, end_us), spooled),
                 charged=self._charged(tenants, start_us, end_us),
                 unrated=unrated,
                 invoices=invoices,
+                conflicts=usage.conflicts(start_us, end_us),
                 journal=journal_totals,
                 open_from_us=open_from_us,
-                provider_totals=totals,
+                provider_totals=_provider_totals(stripe, invoices, start_us, end_us),
             )
+        )
+
+    def _checked_chain(self, start_us: int) -> Chain:
+        """The books as new as can be, and what the ledger's rows since a time are worth."""
+        broken: LedgerCorrupt | None = None
+        try:
+            self.refresh()
+        except LedgerCorrupt as error:
+            broken = error
+        with self._state:
+            head = self._books.seq, self._books.hash
+        before = min(self._store.last_before(max(0, start_us - CLOCK_SLACK_US)), head[0])
+        try:
+            self._store.verify_chain(before, upto=head)
+        except LedgerCorrupt as error:
+            broken = error  # it comes first
+        return Chain(
+            from_seq=before + 1,
+            to_seq=head[0],
+            broken_at=None if broken is None else broken.seq,
+            reason="" if broken is None else broken.reason,
         )
 
     def _charged(self, tenants: Iterable[str], start_us: int, end_us: int) -> list[Charged]:
@@ -78,3 +98,32 @@ class ReconcileService(InvoiceService):
             for seq, rated in self._rated(tenant, max(0, start_us - CLOCK_SLACK_US))
             if start_us <= rated.ts_us < end_us
         ]
+
+
+def _whole_hours(start_us: int, end_us: int) -> tuple[int, int]:
+    """Raises `Invalid`."""
+    faults = Faults()
+    faults.time("start", start_us)
+    faults.time("end", end_us)
+    faults.raise_if_any()
+    if end_us <= start_us:
+        raise Invalid([("end", "must be later than start")])
+    return hour_of(start_us), hour_of(end_us + HOUR_US - 1)
+
+
+def _provider_totals(
+    told: ProviderTotals | None, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int
+) -> dict[str, int | None]:
+    """What the provider has for each exported invoice whose period touches the range; nothing if it is not asked."""
+    if told is None:
+        return {}
+    touched = [
+        invoice
+        for of_tenant in invoices.values()
+        for invoice in of_tenant
+        if invoice.status is InvoiceStatus.EXPORTED
+        and invoice.period_start_us < end_us
+        and start_us < invoice.period_end_us
+    ]
+    totals = told(touched)
+    return {invoice.id: totals.get(invoice.id) for invoice in touched}

@@ -177,6 +177,43 @@ def test_the_chain_finds_a_row_that_was_rewritten_with_its_hash(store: EventStor
     assert caught.value.seq == 3
 
 
+def test_a_part_of_the_chain_is_checked_up_to_a_row_that_was_checked_before(store: EventStore, ledger_url: str) -> None:
+    rows = append(store, *(event() for _ in range(5)))
+    known = rows[-1].seq, rows[-1].hash
+    append(store, event())  # behind what is known: not looked at
+    assert [store.verify_chain(after, upto=known) for after in range(6)] == [5] * 6
+    tamper(ledger_url, "UPDATE events SET payload = 'x' WHERE seq = 3")
+    assert store.verify_chain(3, upto=known) == 5
+    with pytest.raises(LedgerCorrupt) as caught:
+        store.verify_chain(2, upto=known)
+    assert caught.value.seq == 3
+
+
+def test_a_chain_that_was_forged_to_its_end_is_told_by_a_hash_from_before(store: EventStore, ledger_url: str) -> None:
+    rows = append(store, *(event() for _ in range(3)))
+    forged = msgspec.structs.replace(rows[2], payload='"forged"')
+    digest = billing.store.chained(rows[1].hash, forged)
+    tamper(ledger_url, f"UPDATE events SET payload = '\"forged\"', hash = '{digest}' WHERE seq = 3")
+    assert store.verify_chain() == 3  # by itself it holds
+    with pytest.raises(LedgerCorrupt, match="rewritten"):
+        store.verify_chain(upto=(3, rows[2].hash))
+
+
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_a_chain_whose_end_is_gone_is_told(store: EventStore, ledger_url: str, after: int) -> None:
+    rows = append(store, *(event() for _ in range(3)))
+    tamper(ledger_url, "DELETE FROM events WHERE seq = 3")
+    with pytest.raises(LedgerCorrupt, match="event 3: a number is missing"):
+        store.verify_chain(after, upto=(3, rows[2].hash))
+
+
+def test_the_last_number_before_a_time(store: EventStore) -> None:
+    assert store.last_before(100) == 0
+    for time_us in (10, 20, 20, 30):
+        append(store, event("a"), event("b"), time_us=time_us)
+    assert [store.last_before(time_us) for time_us in (10, 11, 20, 21, 30, 31)] == [0, 2, 2, 6, 6, 8]
+
+
 def test_a_store_that_is_not_migrated_says_so(postgres_url: str, tmp_path: object) -> None:
     for url in (postgres_url, f"sqlite:///{tmp_path}/new.sqlite3"):
         with pytest.raises(LedgerUnavailable, match="meterhouse migrate"):

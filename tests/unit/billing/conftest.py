@@ -28,10 +28,11 @@ class Clock:
 
 
 class Shelf:
-    """A usage store in a list; `metering.clickhouse.UsageStore` has the same method."""
+    """A usage store in a list; `metering.clickhouse.UsageStore` has the same methods."""
 
     def __init__(self, events: Iterable[UsageEvent] = ()) -> None:
         self.kept = list(events)
+        self.second: list[UsageEvent] = []  # later contents of the same ids: kept, and not counted
 
     def events(
         self,
@@ -50,6 +51,9 @@ class Shelf:
                 and (settled_to_us is None or event.settled_us <= settled_to_us)
             ):
                 yield event
+
+    def conflicts(self, start_us: int, end_us: int) -> list[str]:
+        return [event.event_id for event in self.second if start_us <= event.ts_us < end_us]
 
 
 class House:

@@ -9,7 +9,7 @@ import pytest
 
 from billing.errors import Invalid
 from billing.invoice import InvoiceStatus
-from billing.reconcile import Difference, Report, Tokens
+from billing.reconcile import Chain, Difference, Report, Tokens
 from metering.counts import CountRow, hour_of
 
 HOUR_US = 3_600_000_000
@@ -69,6 +69,7 @@ def test_an_event_of_another_hour_is_not_compared(house: Any) -> None:
     assert reconcile(house) == Report(
         start_us=hour_of(house.clock.now_us) - 2 * HOUR_US,
         end_us=hour_of(house.clock.now_us) + 4 * HOUR_US,
+        chain=Chain(from_seq=1, to_seq=3),
         rows=[],
         differences=[],
     )
@@ -93,8 +94,30 @@ def test_two_contents_of_one_id_are_told_and_the_charged_one_counts(house: Any) 
     event = house.use(completion=5)
     house.shelf.kept.insert(0, msgspec.structs.replace(event, completion_tokens=500))
     report = reconcile(house)
-    assert only(report).event_ids == [event.event_id]
+    difference = only(report)
+    assert (difference.between, difference.tenant, difference.event_ids) == ("event content", "acme", [event.event_id])
     assert report.rows[0].stored == report.rows[0].rated == Tokens(1, 10, 0, 5)
+
+
+def test_a_second_content_that_the_store_set_aside_is_told(house: Any) -> None:
+    events = [house.use(completion=5) for _ in range(3)]
+    house.shelf.second += [msgspec.structs.replace(event, completion_tokens=500) for event in events[:2]]
+    report = reconcile(house)
+    difference = only(report)
+    assert difference.left == "conflict: more than one content"
+    assert (difference.tenant, difference.model, difference.hour_us) == ("acme", "base", hour_of(events[0].ts_us))
+    assert difference.event_ids == [event.event_id for event in events[:2]]
+    assert report.rows[0].stored == Tokens(3, 30, 0, 15)
+    assert house.billing.reconcile(1, 2, usage=house.shelf).ok  # of another hour
+
+
+def test_the_chain_of_the_ledger_is_reported(house: Any) -> None:
+    house.use()
+    checked = reconcile(house).chain
+    assert checked == Chain(from_seq=1, to_seq=3)
+    house.clock.now_us += 100 * HOUR_US
+    house.use()
+    assert reconcile(house).chain == Chain(from_seq=4, to_seq=4)  # what can be about the range
 
 
 def test_a_charge_for_another_content_is_told(house: Any) -> None:

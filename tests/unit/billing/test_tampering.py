@@ -47,3 +47,21 @@ def test_a_running_server_finds_it_in_what_another_appended(house: Any) -> None:
     with pytest.raises(LedgerCorrupt):
         house.billing.refresh()
     assert house.billing.balance("acme") == before
+
+
+def test_reconcile_finds_what_a_running_server_read_before_it_was_changed(house: Any) -> None:
+    event = house.use()
+    tamper(house.url, "UPDATE events SET payload = replace(payload, '\"prompt_tokens\":10', '\"prompt_tokens\":9')")
+    report = house.billing.reconcile(event.ts_us, event.ts_us + 1, usage=house.shelf)
+    assert not report.ok
+    assert report.chain.broken_at == house.billing._books.seq
+    assert report.differences[0].between == "ledger and its hash chain"
+
+
+def test_reconcile_finds_what_another_appended(house: Any) -> None:
+    event = house.use()
+    last = house.billing._books.seq
+    house.open().grant_credit("acme", "10.00", "usd", "by another process")
+    tamper(house.url, "UPDATE events SET payload = replace(payload, '\"10.00\"', '\"99.00\"')")
+    report = house.billing.reconcile(event.ts_us, event.ts_us + 1, usage=house.shelf)
+    assert (report.ok, report.chain.to_seq, report.chain.broken_at) == (False, last, last + 1)
