@@ -61,12 +61,22 @@ class DifferenceView(msgspec.Struct, kw_only=True):
     event_ids: list[str]
 
 
+class ChainView(msgspec.Struct, kw_only=True):
+    """The ledger's hash chain: which of its events were checked, and the first at which it does not hold."""
+
+    ok: bool
+    from_event: int
+    to_event: int
+    broken_at_event: int | None
+
+
 class ReportView(msgspec.Struct, kw_only=True):
     """`ok` when there is no difference. The range is widened to whole hours."""
 
     start: str
     end: str
     ok: bool
+    chain: ChainView
     differences: list[DifferenceView]
     rows: list[RowView]
 
@@ -76,6 +86,12 @@ def show_report(report: Report) -> ReportView:
         start=format_time(report.start_us),
         end=format_time(report.end_us),
         ok=report.ok,
+        chain=ChainView(
+            ok=report.chain.broken_at is None,
+            from_event=report.chain.from_seq,
+            to_event=report.chain.to_seq,
+            broken_at_event=report.chain.broken_at,
+        ),
         differences=[_show_difference(difference) for difference in report.differences],
         rows=[_show_row(row) for row in report.rows],
     )

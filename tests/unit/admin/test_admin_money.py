@@ -6,6 +6,7 @@ import asyncio
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 import stripe
 
@@ -400,6 +401,8 @@ async def test_reconcile_shows_where_the_books_part(world: World) -> None:
     tokens = {"requests": 1, "prompt_tokens": 10, "cached_tokens": 0, "completion_tokens": 5}
     assert (row["journal"], row["stored"], row["rated"]) == (tokens, tokens, tokens)
     assert row["amount"] == "0.000025"
+    events = world.stores.billing._books.seq
+    assert agreed["chain"] == {"ok": True, "from_event": 1, "to_event": events, "broken_at_event": None}
     # The engine did more for the request than was settled: journalled, and on nobody's bill.
     world.stores.journal.step([(event.event_id, (10, 0, 9, 0, 0, 0))])
     parted = await world.get("/reconcile")
@@ -407,6 +410,19 @@ async def test_reconcile_shows_where_the_books_part(world: World) -> None:
     assert [(one["between"], one["tenant"], one["model"]) for one in parted["differences"]] == [
         ("engine journal and usage store", "acme", "base")
     ]
+
+
+async def test_reconcile_tells_of_a_second_content(world: World) -> None:
+    await world.tenant()
+    event = world.request("acme", 10, 0, 5)
+    assert (await world.get("/reconcile"))["ok"] is True
+    second = msgspec.structs.replace(event, completion_tokens=6)
+    await asyncio.to_thread(world.stores.usage.insert, [second])
+    parted = await world.get("/reconcile")
+    assert [(one["between"], one["event_ids"]) for one in parted["differences"]] == [
+        ("event content", [event.event_id])
+    ]
+    assert parted["ok"] is False
 
 
 async def test_reconcile_does_not_take_a_running_request_for_a_difference(world: World) -> None:
