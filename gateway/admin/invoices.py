@@ -19,7 +19,7 @@ from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time, parse_time
-from gateway.admin.watermark import FLUSH_S, watermark
+from gateway.admin.watermark import FLUSH_S, Watermark, watermark
 from gateway.errors import Conflict
 
 MAX_RETRY_AFTER_S = 3600
@@ -136,10 +136,18 @@ async def create_invoice(data: JSONBody[InvoiceCreate], admin: Admin, idempotenc
             idempotency=idempotency,
         )
     except PeriodNotClosed as error:
-        waits = stored.us < end_us <= admin.clock_us()  # what is not over yet waits for nobody but the clock
-        told = _waits_for(stored.held_by) if waits and stored.held_by else str(error)
+        told = _not_closed(end_us, admin.clock_us(), stored, str(error))
         raise Conflict(told, code="period_not_closed", headers=_retry(end_us - stored.us)) from None
     return show_invoice(invoice)
+
+
+def _not_closed(end_us: int, now_us: int, stored: Watermark, reason: str) -> str:
+    """What the period waits for: the clock, another gateway, or usage that is on its way."""
+    if end_us > now_us:
+        return f"the period is not over: it ends at {format_time(end_us)}, and it is {format_time(now_us)}"
+    if stored.us < end_us and stored.held_by:
+        return _waits_for(stored.held_by)
+    return reason
 
 
 def _waits_for(row: GatewayRow) -> str:

@@ -317,6 +317,7 @@ async def test_a_period_that_is_not_closed_is_refused_until_it_is(world: World) 
     assert refused.headers["retry-after"] == "5"
     future = await world.client.post("/invoices", json=body | {"period_end": format_time(world.clock.us + HOUR_US)})
     assert (future.status_code, int(future.headers["retry-after"]) > 3590) == (409, True)
+    assert future.json()["error"]["message"].startswith("the period is not over: it ends at ")
     world.settled(record, 3, 0, 3)
     made = await world.post("/invoices", body)
     assert made["requests"] == 2
