@@ -74,7 +74,7 @@ async def test_a_first_start_shows_both_keys_and_they_open(world: World) -> None
     lines = "\n".join(await prepare(world))
     keys = [word for word in lines.split() if word.startswith("mh-")]
     owners = [world.state.billing.authenticate(key) for key in keys[:2]]
-    assert [owner[0].id for owner in owners if owner is not None] == ["acme", "globex"]
+    assert [owner[1].id for owner in owners if owner is not None] == ["acme", "globex"]
 
 
 async def test_a_tenant_that_has_a_key_is_left_alone(world: World) -> None:
