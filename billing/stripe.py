@@ -157,6 +157,11 @@ class StripeExporter:
         self._clock_s = clock_s
         self._client: stripe.StripeClient | None = None
 
+    @property
+    def configured(self) -> bool:
+        """Whether there is a key."""
+        return self._api_key is not None
+
     # -- what callers use -----------------------------------------------------------------------------------------
 
     def export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult:

@@ -197,7 +197,6 @@ def admin_state(
         base_model=base_model,
         adapters_dir=settings.adapters_dir,
         exporter=StripeExporter(settings.stripe_api_key, settings.stripe_api_base),
-        stripe_configured=settings.stripe_api_key is not None,
         flush=stores.flush,
         clock_us=clock_us,
     )

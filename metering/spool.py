@@ -204,15 +204,21 @@ class Spool:
 
         Rows that are not what was settled are quarantined and counted, never returned.
         """
+        return self._pending("d.consumer = ? ORDER BY d.seq LIMIT ?", consumer, limit)
+
+    def pending_between(self, consumer: str, start_us: int, end_us: int, limit: int) -> list[UsageEvent]:
+        """The same of requests that began in [start, end), by their time; all of them when fewer than `limit`."""
+        rows = "d.consumer = ? AND d.ts_us >= ? AND d.ts_us < ? ORDER BY d.ts_us LIMIT ?"
+        return self._pending(rows, consumer, start_us, end_us, limit)
+
+    def _pending(self, rows: str, consumer: str, *values: int) -> list[UsageEvent]:
         self._check_consumer(consumer)
-        sql = (
-            "SELECT d.seq, CAST(s.event_id AS BLOB), s.digest, s.body "
-            "FROM delivery d LEFT JOIN settled s ON s.seq = d.seq WHERE d.consumer = ? ORDER BY d.seq LIMIT ?"
-        )
+        columns = "d.seq, CAST(s.event_id AS BLOB), s.digest, s.body"
+        sql = f"SELECT {columns} FROM delivery d LEFT JOIN settled s ON s.seq = d.seq WHERE {rows}"  # noqa: S608  # all written here
         while True:
             events: list[UsageEvent] = []
             bad: list[tuple[int, str]] = []
-            for seq, event_id, digest, body in self._read(sql, (consumer, limit)):
+            for seq, event_id, digest, body in self._read(sql, (consumer, *values)):
                 event, reason = _checked(event_id, digest, body)
                 if event is None:
                     bad.append((seq, reason))

@@ -13,17 +13,16 @@ from msgspec import Meta
 from billing.money import format_amount
 from billing.reconcile import Difference, Report, Row, Tokens
 from gateway.admin.body import refuse
-from gateway.admin.fields import time_fault
+from gateway.admin.ranges import DAY_US, parse_range
 from gateway.admin.state import Admin, AdminState
-from gateway.admin.times import format_time, parse_time
+from gateway.admin.times import format_time
 from gateway.admin.watermark import CONSUMER, FLUSH_S
-from metering.counts import HOUR_US
+from metering.counts import HOUR_US, hour_of
 
-DAY_US = 24 * HOUR_US
-MAX_RANGE_US = 35 * DAY_US  # all events of the range are held side by side
+MAX_DAYS = 35
+MAX_EVENTS = 500_000  # all of the range are held side by side, about 2 KB each
 ATTEMPTS = 4  # a request that ends between two of the reads looks like a difference, once
 PAUSE_S = 0.25
-SPOOL_MARGIN = 1000  # settled between counting and reading
 
 
 class TokensView(msgspec.Struct, kw_only=True):
@@ -132,23 +131,20 @@ def _show_difference(difference: Difference) -> DifferenceView:
     )
 
 
-def parse_range(start: str | None, end: str | None, now_us: int) -> tuple[int, int]:
-    """The range in microseconds; by default the last day. Raises `BadRequest` with every fault."""
-    refuse([fault for field, text in (("start", start), ("end", end)) if text for fault in time_fault(field, text)])
-    end_us = parse_time(end) if end else now_us
-    start_us = parse_time(start) if start else max(0, end_us - DAY_US)
-    if not start_us < end_us <= start_us + MAX_RANGE_US:
-        refuse([("end", "must be later than start, by at most 35 days")])
-    return start_us, end_us
+def _day_before(end_us: int) -> int:
+    return max(0, end_us - DAY_US)
 
 
 def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
-    """Read the books in the order in which tokens pass through them, and compare."""
+    """Read the books in the order in which tokens pass through them, and compare. Raises `BadRequest`."""
+    start_us, end_us = hour_of(start_us), hour_of(end_us + HOUR_US - 1)
     admin.flush(FLUSH_S)
+    _check_size(sum(row.requests for row in admin.usage.counts(start_us, end_us)))
     before = admin.journal.oldest_open_us()
-    totals = admin.journal.totals(start_us - start_us % HOUR_US, end_us)
+    totals = admin.journal.totals(start_us, end_us)
     after = admin.journal.oldest_open_us()
-    spooled = admin.spool.pending(CONSUMER, admin.spool.count(CONSUMER) + SPOOL_MARGIN)
+    spooled = admin.spool.pending_between(CONSUMER, start_us, end_us, MAX_EVENTS + 1)
+    _check_size(len(spooled))
     return admin.billing.reconcile(
         start_us,
         end_us,
@@ -156,8 +152,14 @@ def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
         spool_events=spooled,
         journal_totals=totals,
         open_from_us=min((time for time in (before, after) if time is not None), default=None),
-        stripe=admin.exporter.totals if admin.stripe_configured else None,
+        stripe=admin.exporter.totals if admin.exporter.configured else None,
     )
+
+
+def _check_size(events: int) -> None:
+    if events > MAX_EVENTS:
+        reason = f"there are {events} requests in this range or more, and at most {MAX_EVENTS} are compared at once"
+        refuse([("start", f"{reason}: ask for less time")])
 
 
 @get("/reconcile")
@@ -167,7 +169,9 @@ async def get_reconcile(
     end: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
 ) -> ReportView:
     """Compare all books over a range of time."""
-    start_us, end_us = parse_range(start, end, admin.clock_us())
+    start_us, end_us = parse_range(
+        start, end, default_start=_day_before, default_end_us=admin.clock_us(), max_days=MAX_DAYS
+    )
     report = await admin.read(_compare, admin, start_us, end_us)
     for _ in range(ATTEMPTS - 1):
         if report.ok:

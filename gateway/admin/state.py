@@ -26,10 +26,9 @@ R = TypeVar("R")
 class AdminState:
     """The parts of a gateway that an administrator may read and change.
 
-    `engine` is None where none runs (the command line without a server). `exporter` raises `StripeNotConfigured`
-    when there is no key, which `stripe_configured` says. `gateways` are all that write to this ledger; `folder` tells
-    which of them this is. `flush` waits at most so many seconds for settled usage to reach its stores, and says whether
-    it has.
+    `engine` is None where none runs (the command line without a server). `gateways` are all that write to this ledger;
+    `folder` tells which of them this is. `flush` waits at most so many seconds for settled usage to reach its stores,
+    and says whether it has.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class AdminState:
         base_model: str,
         adapters_dir: Path,
         exporter: StripeExporter,
-        stripe_configured: bool,
         flush: Callable[[float], bool],
         clock_us: Callable[[], int],
     ) -> None:
@@ -61,7 +59,6 @@ class AdminState:
         self.base_model = base_model
         self.adapters_dir = adapters_dir.absolute()
         self.exporter = exporter
-        self.stripe_configured = stripe_configured
         self.flush = flush
         self.clock_us = clock_us
         self.adapters_lock = threading.Lock()  # one change of a name at a time

@@ -9,6 +9,7 @@ charged for the same requests, however many they were.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated, NamedTuple
@@ -24,21 +25,23 @@ from billing.prices import Rate
 from billing.rating import amount_femto
 from billing.service import Billing
 from gateway.admin.body import refuse
-from gateway.admin.fields import time_fault
 from gateway.admin.paging import MAX_LIMIT, After, Limit, Page, page
+from gateway.admin.ranges import parse_range
 from gateway.admin.state import Admin, AdminState
-from gateway.admin.times import format_time, month_start, parse_time
+from gateway.admin.times import format_time, month_start
 from gateway.admin.watermark import FLUSH_S
+from gateway.errors import BadRequest
 from metering import queries
 from metering.clickhouse import UsageRow as StoredSums
 from metering.clickhouse import UsageStore
 
-DAY_US = 86_400_000_000
-MAX_RANGE_US = 366 * DAY_US
+MAX_DAYS = 366
 MAX_STRETCHES = 500  # one query each
 MAX_ROWS = 100_000
 PRICES_PAGE = 10_000
 DIMENSIONS = tuple(queries.GROUPS)
+
+_CURSOR = re.compile(r"(\d{1,9})\.(\d{1,18})", re.ASCII)
 
 
 class Bucket(StrEnum):
@@ -112,26 +115,46 @@ class Sums:
         self.amount_femto += amount_femto(part, rate)
 
 
+class Cursor(NamedTuple):
+    """The `next` of a page: how many rows came before, and the end that all pages of a report have in common.
+
+    A report whose end moves would have other rows, and other sums, on every page.
+    """
+
+    rows: int
+    end_us: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}.{self.end_us}"
+
+    @classmethod
+    def parse(cls, after: str) -> Cursor:
+        """Raises `BadRequest`."""
+        parts = _CURSOR.fullmatch(after)
+        if parts is None:
+            raise BadRequest("after: is not the `next` of a page before", param="after")
+        return cls(int(parts[1]), int(parts[2]))
+
+
 def parse_query(
     tenant: str | None, start: str | None, end: str | None, bucket: Bucket, group_by: str | None, now_us: int
 ) -> Query:
     """Check what was asked for; without times it is this month. Raises `BadRequest` with every fault."""
-    faults = [fault for field, text in (("start", start), ("end", end)) if text for fault in time_fault(field, text)]
     names = tuple(dict.fromkeys(name.strip() for name in (group_by or "model").split(",") if name.strip()))
     strange = [name for name in names if name not in DIMENSIONS]
-    faults += [("group_by", f"{name!r} is unknown; known are {', '.join(DIMENSIONS)}") for name in strange]
-    refuse(faults)
-    end_us = parse_time(end) if end else now_us + 1
-    start_us = parse_time(start) if start else month_start(end_us - 1)
-    if not start_us < end_us <= start_us + MAX_RANGE_US:
-        refuse([("end", "must be later than start, by at most 366 days")])
+    refuse([("group_by", f"{name!r} is unknown; known are {', '.join(DIMENSIONS)}") for name in strange])
+    start_us, end_us = parse_range(start, end, default_start=_month_of, default_end_us=now_us + 1, max_days=MAX_DAYS)
     return Query(
         tenant=tenant,
         start_us=start_us,
-        end_us=min(end_us, now_us + 1),
+        end_us=max(start_us, min(end_us, now_us + 1)),
         bucket=bucket,
         group_by=tuple(name for name in names if name != "tenant"),
     )
+
+
+def _month_of(end_us: int) -> int:
+    return month_start(end_us - 1)
 
 
 def usage_rows(query: Query, usage: UsageStore, billing: Billing) -> list[UsageRow]:
@@ -216,16 +239,11 @@ async def get_usage(
     after: After = None,
 ) -> Page[UsageRow]:
     """Tokens and exact amounts of the requests that began in a range of time."""
-    query = parse_query(tenant, start, end, bucket, group_by, admin.clock_us())
-    begin = _index(after)
+    cursor = Cursor(0, admin.clock_us() + 1) if after is None else Cursor.parse(after)
+    query = parse_query(tenant, start, end, bucket, group_by, cursor.end_us - 1)
     rows = await admin.read(_work, admin, query)
-    return page(rows[begin : begin + limit + 1], limit, lambda row: row, lambda _: str(begin + limit))
-
-
-def _index(after: str | None) -> int:
-    if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
-        refuse([("after", "is not the `next` of a page before")])
-    return int(after or 0)
+    begin, following = cursor.rows, Cursor(cursor.rows + limit, query.end_us)
+    return page(rows[begin : begin + limit + 1], limit, lambda row: row, lambda _: str(following))
 
 
 router = Router("/", route_handlers=[get_usage], tags=["usage"])

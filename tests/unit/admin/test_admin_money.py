@@ -11,6 +11,7 @@ import pytest
 import stripe
 
 from billing.stripe import StripeExporter
+from gateway.admin import reconcile
 from gateway.admin.times import format_time
 from tests.doubles.stripe import StripeDouble
 from tests.unit.admin.conftest import PRICE, START_US, World
@@ -215,6 +216,21 @@ async def test_usage_is_paged(world: World) -> None:
     assert (seen, after) == ([f"m{number}" for number in range(5)], None)
 
 
+async def test_the_pages_of_usage_have_one_end(world: World) -> None:
+    await world.tenant()
+    for number in range(3):
+        world.request("acme", model=f"m{number}")
+    first = await world.get("/usage", limit=1)
+    for model in ("m0", "a-new-one"):
+        world.request("acme", model=model)
+    world.later(20 * 86_400)  # and into another month, which a report asked for now would be about
+    second = await world.get("/usage", limit=1, after=first["next"])
+    third = await world.get("/usage", limit=1, after=second["next"])
+    rows = [row for found in (first, second, third) for row in found["data"]]
+    assert [(row["model"], row["requests"]) for row in rows] == [("m0", 1), ("m1", 1), ("m2", 1)]
+    assert third["next"] is None
+
+
 @pytest.mark.parametrize(
     ("query", "field"),
     [
@@ -225,6 +241,8 @@ async def test_usage_is_paged(world: World) -> None:
         ({"start": "2026-11-02T00:00:00Z", "end": "2026-11-01T00:00:00Z"}, "end"),
         ({"start": "2024-11-02T00:00:00Z", "end": "2026-11-01T00:00:00Z"}, "end"),
         ({"after": "zzz"}, "after"),
+        ({"after": "2"}, "after"),
+        ({"start": "2026-11-02T00:00:00Z", "after": "2.1"}, "end"),
     ],
 )
 async def test_a_bad_question_about_usage_is_refused_by_name(world: World, query: dict[str, str], field: str) -> None:
@@ -434,6 +452,25 @@ async def test_reconcile_does_not_take_a_running_request_for_a_difference(world:
     report = await world.get("/reconcile")
     assert report["ok"] is True
     assert report["rows"][0]["journal"] is None
+
+
+async def test_reconcile_refuses_more_requests_than_it_can_hold(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "MAX_EVENTS", 2)
+    await world.tenant()
+    for _ in range(2):
+        world.request("acme")
+    assert (await world.get("/reconcile"))["ok"] is True
+    world.request("acme")
+    for cut_off in (False, True):  # in the usage store, and settled but in the spool alone
+        if cut_off:
+            await asyncio.to_thread(world.stores.shipper.stop)
+            monkeypatch.setattr(world.state, "flush", lambda timeout: False)
+            world.later(2 * 3600)
+            for _ in range(3):
+                world.request("acme")
+        refused = await world.client.get("/reconcile", params={"start": format_time(world.clock.us - 1_000_000)})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "start")
+        assert "ask for less time" in refused.json()["error"]["message"]
 
 
 async def test_reconcile_refuses_a_range_too_long_to_hold(world: World) -> None:

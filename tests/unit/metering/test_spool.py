@@ -288,6 +288,16 @@ def test_a_salvage_that_was_killed_is_finished(path: Path) -> None:
     assert not whole.exists()
 
 
+def test_what_waits_is_read_by_time_up_to_a_limit(spool: Spool) -> None:
+    times = [30, 10, 20, 40]
+    wait([spool.settle(make_event(i, ts_us=ts_us)) for i, ts_us in enumerate(times)])
+    spool.ack("ledger", ["id-00002"])
+    found = spool.pending_between("ledger", 10, 40, 9)
+    assert [event.ts_us for event in found] == [10, 30]
+    assert [event.ts_us for event in spool.pending_between("clickhouse", 10, 40, 2)] == [10, 20]
+    assert spool.pending_between("ledger", 31, 40, 9) == []
+
+
 def test_one_owner(path: Path, spool: Spool) -> None:
     with pytest.raises(Locked):
         Spool(path)
