@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from billing.checks import CONCURRENT, REQUESTS, TOKENS
 from gateway.errors import RateLimited
 
-REQUESTS = "requests_per_minute"
-TOKENS = "tokens_per_minute"
-CONCURRENT = "concurrent"
 WINDOW_S = 60.0
 
 

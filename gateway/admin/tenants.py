@@ -10,6 +10,7 @@ from litestar.params import FromPath, JSONBody
 from msgspec import UNSET, Meta, UnsetType
 
 from billing.accounts import Tenant, TenantStatus
+from billing.checks import LIMITS
 from gateway.admin.fields import Currency, Text
 from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
@@ -18,7 +19,7 @@ from gateway.admin.times import format_time
 
 Limits = Annotated[
     dict[str, int],
-    Meta(description="requests_per_minute, tokens_per_minute, concurrent; an absent one does not limit"),
+    Meta(description=f"{', '.join(LIMITS)}; an absent one does not limit"),
 ]
 
 
