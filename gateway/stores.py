@@ -189,7 +189,7 @@ class Stores:
         taken, moved_s, told_s = self.recorder.delivered_total, time.monotonic(), float("-inf")
         while not self.recorder.flush(POLL_S):
             self._go_on()
-            now_s, left = time.monotonic(), self.recorder.lag_events
+            now_s, left = time.monotonic(), self.spool.count(self.recorder.consumer)
             if self.recorder.delivered_total > taken:
                 taken, moved_s = self.recorder.delivered_total, now_s
             elif now_s - moved_s >= STALL_S:
