@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -161,6 +162,23 @@ def test_taken_port_and_taken_folder_are_clear_sentences(real_server: ServerProc
         assert "Traceback" not in said
         for word in words:
             assert word in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_ends_it_and_leaves_nothing(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    server = ServerProcess(tmp_path / "data", model=tiny_model)
+    deadline = time.monotonic() + 60
+    while "Starting the engine" not in server.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.process.send_signal(number)
+    assert server.process.wait(20) == 0
+    said = server.log.read_text()
+    assert "Stopped before it served" in said
+    assert "Traceback" not in said
+    assert "Serving on" not in said
 
 
 def receive_and_kill(server: ServerProcess, key: str, after: int) -> int:
