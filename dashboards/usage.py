@@ -18,7 +18,7 @@ from dashboards.panels import (
     source_variable,
     sql_lines,
 )
-from metering.queries import CONFLICTS, DEAD_LETTERS, EVENTS
+from metering.queries import CONFLICTS, DEAD_LETTERS, EVENTS, STANDING
 
 TIME = column("ts")
 
@@ -28,8 +28,7 @@ COMPLETION = f"sum({column('completion_tokens')})"
 SHARE = f"if({PROMPT} = 0, 0, {CACHED} / {PROMPT})"
 TENANT = column("tenant")
 
-# FINAL: the store may hold an event twice until its parts are merged. Of two contents of one id the first counts.
-STANDING = f"(event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM {CONFLICTS})"  # noqa: S608  # our name
+# FINAL: the store may hold an event twice until its parts are merged. STANDING: of two contents the first counts.
 SHOWN = f"FROM {EVENTS} FINAL WHERE $__timeFilter({TIME}) AND {TENANT} IN (${{tenant:singlequote}}) AND {STANDING}"
 BUCKET = f"$__timeInterval({TIME}) AS time"
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 MAX_CLIENTS = 8
 _SLOT_WAIT_S = 60.0
 _CHECKED_AT_ONCE = 1000  # ids in one query: ClickHouse takes at most 128 KiB in a parameter
-_DATABASE = "meterhouse"  # inside a chDB folder
+_DATABASE = "meterhouse"  # inside a chDB folder; `migrations.runner`, which may not be imported here, has the same
 _VIOLATED_CONSTRAINT = 469  # the one server error that speaks of the rows alone: nothing else may bury an event
 _TS_LIMIT_US = (1 << 32) * 1_000_000  # toStartOfHour of the sort key is 32 bits wide
 _LIMITS = {
@@ -166,14 +166,6 @@ class UsageStore:
     def conflicts(self, start_us: int, end_us: int) -> list[str]:
         """Ids of events in [start, end) that are stored with more than one content. The first stands; look why."""
         return [row[0] for row in self._query(queries.conflicts(start_us, end_us))]
-
-    def dead_letters(self) -> int:
-        """How many events are buried."""
-        return int(self._query(queries.dead_letters())[0][0])
-
-    def ping(self) -> None:
-        """Raises `StoreUnavailable` unless the store answers a query."""
-        self._query(queries.Query("SELECT 1", {}))
 
     def close(self, timeout: float = 30.0) -> None:
         """Close the clients. Calls that run end first, within `timeout` seconds; later ones raise `StoreError`."""

@@ -73,7 +73,7 @@ GROUPS = {
 SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 # Of two contents under one id the first stands; the second was recorded when it was inserted.
-_STANDING = f"(event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM {CONFLICTS})"
+STANDING = f"(event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM {CONFLICTS})"
 
 
 def insert_check(event_ids: Sequence[str], hours_us: Sequence[int]) -> Query:
@@ -125,9 +125,7 @@ def events(
         f"toUnixTimestamp64Micro({name}) AS {name}_us" if kind.startswith("DateTime64") else name
         for name, kind in INSERT_COLUMNS.items()
     )
-    return Query(
-        f"SELECT {columns} FROM {EVENTS} FINAL WHERE {where} AND {_STANDING} ORDER BY ts, event_id", parameters
-    )
+    return Query(f"SELECT {columns} FROM {EVENTS} FINAL WHERE {where} AND {STANDING} ORDER BY ts, event_id", parameters)
 
 
 def usage(tenant: str | None, start_us: int, end_us: int, bucket: str, group_by: Sequence[str]) -> Query:
@@ -143,7 +141,7 @@ def usage(tenant: str | None, start_us: int, end_us: int, bucket: str, group_by:
     sums = ", ".join(f"sum(toUInt128({name})) AS sum_{name}" for name in SUMS)  # a sum of UInt64 would wrap
     return Query(
         f"SELECT {BUCKETS[bucket]} AS start_s, {groups}count() AS requests, {sums} FROM {EVENTS} FINAL "
-        f"WHERE {where} AND {_STANDING} GROUP BY {', '.join(keys)} ORDER BY {', '.join(keys)}",
+        f"WHERE {where} AND {STANDING} GROUP BY {', '.join(keys)} ORDER BY {', '.join(keys)}",
         parameters,
     )
 
@@ -154,14 +152,9 @@ def counts(start_us: int, end_us: int) -> Query:
     sums = ", ".join(f"sum(toUInt128({name}))" for name in SUMS[:3])
     return Query(
         f"SELECT tenant, model, toUnixTimestamp(toStartOfHour(ts)) AS hour_s, count(), {sums} FROM {EVENTS} FINAL "
-        f"WHERE {where} AND {_STANDING} GROUP BY tenant, model, hour_s ORDER BY tenant, model, hour_s",
+        f"WHERE {where} AND {STANDING} GROUP BY tenant, model, hour_s ORDER BY tenant, model, hour_s",
         parameters,
     )
-
-
-def dead_letters() -> Query:
-    """How many events are buried."""
-    return Query(f"SELECT count() FROM {DEAD_LETTERS} FINAL", {})
 
 
 def _where(tenant: str | None, start_us: int, end_us: int) -> tuple[str, dict[str, Any]]:

@@ -29,8 +29,7 @@ class Drain:
     - Any other exception means "not now": nothing is acknowledged, the batch is tried again after a pause
       that doubles up to `max_pause_s`, with jitter, and shrinks meanwhile in case its size is the trouble.
 
-    Counters: `delivered_total`, `buried_total`, `failures_total`; gauges: `stuck`, `last_error`, `lag_events`,
-    `lag_s`.
+    Counters: `delivered_total`, `buried_total`, `failures_total`; gauges: `stuck`, `last_error`.
     """
 
     def __init__(
@@ -87,16 +86,6 @@ class Drain:
             self._wake.notify_all()
         self._thread.join()  # not left behind: a thread inside chDB at exit takes the process down with it
         return flushed
-
-    @property
-    def lag_events(self) -> int:
-        """How many events wait."""
-        return self._spool.count(self.consumer)
-
-    def lag_s(self, now_us: int) -> float:
-        """Age in seconds of the oldest request that was settled and is not delivered; 0 when there is none."""
-        oldest = self._spool.oldest_unacked_us(self.consumer)
-        return 0.0 if oldest is None else max(0.0, (now_us - oldest) / 1e6)
 
     # -- the thread ------------------------------------------------------------------------------
 

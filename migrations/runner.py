@@ -29,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 CLICKHOUSE_FOLDER = Path(__file__).parent / "clickhouse"
 LEDGER_FOLDER = Path(__file__).parent / "ledger"
-CHDB_DATABASE = "meterhouse"
+CHDB_DATABASE = "meterhouse"  # `metering.clickhouse`, which may not be imported here, has the same
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|$)")
 _LOCK_ID = 0x6D65746572  # PostgreSQL's advisory locks are numbers
