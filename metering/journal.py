@@ -31,7 +31,6 @@ from metering.segments import (
     JournalError,
     Opened,
     OpenedRecord,
-    Orphan,
     Record,
     Settled,
     State,
@@ -45,20 +44,9 @@ from metering.segments import (
 from metering.spool import Spool
 from metering.totals import Totals
 
-__all__ = ["Journal", "JournalError", "OpenedRecord", "Orphan", "recover", "recover_orphans"]
+__all__ = ["Journal", "JournalError", "OpenedRecord", "recover_orphans"]
 
 log = logging.getLogger(__name__)
-
-
-def recover(folder: Path) -> list[Orphan]:
-    """The requests that the folder's journal opened and never settled. Reads only; `recover_orphans` settles them."""
-    if not (folder / "totals.sqlite3").exists():
-        return read_folder(folder, 0).state.orphans()
-    totals = Totals(folder)
-    try:
-        return read_folder(folder, totals.through()).state.orphans()
-    finally:
-        totals.close()
 
 
 def recover_orphans(journal_folder: Path, spool: Spool, now_us: int, gateway: str) -> list[UsageEvent]:

@@ -26,8 +26,8 @@ import openai
 import pytest
 
 from metering.counts import Counts
-from metering.journal import recover
 from tests.fixtures.server import ServerProcess
+from tests.orphans import orphans_of
 
 TENANTS, STREAMS, CUT_AFTER = ("red", "green", "blue"), 8, 5
 SHORT_TOKENS = 3  # the last stream of each tenant asks for so few that its requests end by themselves
@@ -247,7 +247,7 @@ def test_every_token_is_billed_once_whatever_is_killed(
         server.wait_ready()
         crowd = prepare(server)
         asyncio.run(crowd.run(lambda: harm(server, crowd)))
-        orphans = {orphan.opened.user: orphan.counts for orphan in recover(tmp_path / "data" / "journal")}
+        orphans = {orphan.opened.user: orphan.counts for orphan in orphans_of(tmp_path / "data" / "journal")}
         assert len(orphans) >= STREAMS, "the gateway was to be killed under running streams"
         server = ServerProcess(tmp_path / "data", model=chaos_model)
         server.wait_ready()

@@ -10,8 +10,9 @@ import pytest
 from metering.counts import HOUR_US, CountRow
 from metering.events import Outcome
 from metering.frames import MAGIC, frame, scan
-from metering.journal import Journal, JournalError, OpenedRecord, recover, recover_orphans
+from metering.journal import Journal, JournalError, OpenedRecord, recover_orphans
 from metering.spool import Spool
+from tests.orphans import orphans_of
 
 HOUR = 1000 * HOUR_US
 
@@ -78,8 +79,8 @@ def test_what_is_open_and_how_far_it_came(journal: Journal, folder: Path) -> Non
     assert journal.oldest_open_us() == HOUR
     journal.settled("id-00000")
     assert journal.oldest_open_us() == HOUR + 1
-    assert [(o.opened, o.counts.completion) for o in recover(folder)] == [(opened(1), 4), (opened(2), 0)]
-    assert recover(folder)[0].counts == counts(4)
+    assert [(o.opened, o.counts.completion) for o in orphans_of(folder)] == [(opened(1), 4), (opened(2), 0)]
+    assert orphans_of(folder)[0].counts == counts(4)
     assert journal.totals(HOUR, HOUR + 1) == [CountRow("acme", "m", HOUR, 3, 100, 32, 5)]
     assert journal.totals(HOUR + 1, HOUR + HOUR_US) == []
     journal.settled("id-00001")
@@ -107,7 +108,7 @@ def test_orphans_are_settled_once_as_interrupted(journal: Journal, folder: Path,
     assert all(not e.faults() for e in events)
     assert len(spool.pending("ledger", 10)) == 4
     assert recover_orphans(left, spool, 88, "newer") == []
-    assert recover(left) == []
+    assert orphans_of(left) == []
     # killed after the spool had them and before the folder was cleared: an id settled here is not settled again
     assert [e.event_id for e in recover_orphans(again, spool, 99, "newest")] == []
     assert spool.conflicts_total == 0
@@ -166,7 +167,7 @@ def test_rotation_carries_what_is_open_and_keeps_the_totals(folder: Path, spool:
     assert len(list(folder.glob("segment-*"))) == 1, "old segments are gone, the open request keeps the last"
     assert set(forgotten) <= {f"id-{i:05d}" for i in range(1, 60)}
     assert len(forgotten) == len(set(forgotten)) > 40
-    assert [o.counts.completion for o in recover(folder)] == [59]
+    assert [o.counts.completion for o in orphans_of(folder)] == [59]
 
 
 def test_totals_are_right_at_every_moment_of_a_rotation(folder: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_torn_tail_costs_nothing_else(journal: Journal, folder: Path, tmp_path
         left = tmp_path / f"left{size}"
         left.mkdir()
         (left / only_segment(folder).name).write_bytes(data[:size])
-        assert [o.counts.completion for o in recover(left)] == [1]
+        assert [o.counts.completion for o in orphans_of(left)] == [1]
 
 
 def test_any_flipped_byte_is_found_and_the_rest_is_read(
@@ -292,7 +293,7 @@ def test_a_disk_that_takes_half_a_record_takes_none(
     monkeypatch.undo()
     journal.step([("id-00001", counts(2))])
     assert scan(only_segment(folder).read_bytes()).damage == []
-    assert recover(folder)[0].counts.completion == 2
+    assert orphans_of(folder)[0].counts.completion == 2
 
 
 def test_nothing_is_written_after_close(folder: Path) -> None:
