@@ -36,7 +36,6 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     created_us: int
     status: TenantStatus = TenantStatus.ACTIVE
-    billing: str = "prepaid"
 
     def check(self) -> None:
         """Raise `Invalid` with every fault."""

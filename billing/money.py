@@ -127,12 +127,6 @@ def round_half_even(femto: int | Fraction, currency: str) -> int:
     return round(Fraction(femto) / unit)
 
 
-def minor_to_femto(minor: int, currency: str) -> int:
-    """Minor units → femto-units, exact."""
-    unit: int = 10 ** (15 - minor_digits(currency))
-    return minor * unit
-
-
 def allocate(parts_femto: Sequence[int | Fraction], currency: str) -> list[int]:
     """Round every part to minor units so that they sum to the rounded exact total (largest remainder).
 
