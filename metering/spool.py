@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from metering.counts import CountRow, add_rows, hour_of, row_of
 from metering.disk import fsync
 from metering.events import UsageEvent, decode, encode
 from metering.lock import FileLock
@@ -281,20 +280,6 @@ class Spool:
         self._check_consumer(consumer)
         (count,) = self._read("SELECT COUNT(*) FROM delivery WHERE consumer = ?", (consumer,))[0]
         return int(count)
-
-    def totals(self, consumer: str, start_us: int, end_us: int) -> list[CountRow]:
-        """Sums of what `consumer` has not acknowledged, for requests whose hour begins in [start, end)."""
-        self._check_consumer(consumer)
-        sql = "SELECT s.body FROM delivery d JOIN settled s ON s.seq = d.seq WHERE d.consumer = ?"
-        rows = []
-        for (body,) in self._read(sql, (consumer,)):
-            try:
-                event = decode(body)
-            except msgspec.MsgspecError:
-                continue  # `pending` quarantines and counts it
-            if start_us <= hour_of(event.ts_us) < end_us:
-                rows.append(row_of(event))
-        return add_rows(rows)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from metering.clickhouse import UsageStore
-from metering.counts import HOUR_US, add_rows, row_of
+from metering.counts import HOUR_US, add_rows
 from metering.events import Outcome, UsageEvent
 from metering.queries import Query
 from metering.shipper import Shipper
@@ -20,6 +20,7 @@ from metering.spool import Spool
 from migrations.runner import migrate_clickhouse
 from tests.doubles.clickhouse_server import ClickHouseServer
 from tests.doubles.tcp_proxy import TcpProxy
+from tests.sums import row_of
 
 HOUR = 490_000 * HOUR_US
 

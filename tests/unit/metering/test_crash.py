@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from metering.counts import HOUR_US, Counts, add_rows, row_of
+from metering.counts import HOUR_US, Counts, add_rows
 from metering.events import Outcome, UsageEvent
 from metering.journal import Journal, OpenedRecord, recover_orphans
 from metering.spool import Spool
+from tests.sums import row_of
 
 KILLS = 12
 START_US = 1_000 * HOUR_US

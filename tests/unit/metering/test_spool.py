@@ -314,16 +314,3 @@ def test_events_for_a_consumer_that_is_gone_are_not_dropped_in_silence(path: Pat
         Spool(path, consumers=("clickhouse",))
     with pytest.raises(ValueError):
         spool.pending("somebody", 1)
-
-
-def test_totals_of_what_waits(spool: Spool) -> None:
-    hour = 3_600_000_000
-    events = [make_event(i, ts_us=(i % 2 + 1) * hour + i, tenant="ab"[i % 2]) for i in range(4)]
-    wait([spool.settle(e) for e in events])
-    spool.ack("clickhouse", [events[0].event_id])
-    rows = spool.totals("clickhouse", 0, 10 * hour)
-    assert [(r.tenant, r.hour_us, r.requests, r.prompt, r.cached, r.completion) for r in rows] == [
-        ("a", hour, 1, 10, 3, 2),
-        ("b", 2 * hour, 2, 20, 6, 4),
-    ]
-    assert [r.tenant for r in spool.totals("clickhouse", 2 * hour, 3 * hour)] == ["b"]
