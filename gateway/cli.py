@@ -381,7 +381,7 @@ class Defaulting(click.Group):
 
 @main.group(cls=Defaulting)
 def usage() -> None:
-    """Usage: tokens and amounts by time (`show`, the default), and what has no charge yet."""
+    """Usage by time (`show`, the default), and what has no charge."""
 
 
 @usage.command("show")

@@ -135,8 +135,8 @@ class Stores:
             self.lock = FileLock(folder / "server.lock")
         except Locked:
             raise StartError(
-                f"Another Meterhouse server runs on the data folder {folder}: stop it, or give this one another "
-                "folder with --data-dir."
+                f"Another Meterhouse server runs on the data folder {folder}: stop it, or choose another folder with "
+                "--data-dir; a command reaches that server with its --host and --port."
             ) from None
         except OSError as error:
             raise StartError(f"The data folder {folder} cannot be used: {error.strerror}.") from None
