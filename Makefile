@@ -15,7 +15,7 @@ serve: ## install, fetch the default model, serve on 127.0.0.1:8000 with two dem
 	@exec $(BIN)/meterhouse serve --demo $(ARGS)
 
 demo: ## a short story: three tenants, streams, a cut connection, an invoice and its export
-	@$(PYTHON) deploy/install.py test
+	@$(PYTHON) deploy/install.py dev
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: ## install what the tests need and run everything (ARGS="-k spool")
@@ -23,7 +23,7 @@ test: ## install what the tests need and run everything (ARGS="-k spool")
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: ## ruff, strict types, and who may import whom
-	@$(PYTHON) deploy/install.py test
+	@$(PYTHON) deploy/install.py dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	 $(BIN)/mypy deploy/install.py examples/demo.py examples/adapters/train.py benchmarks/*.py && $(BIN)/python -m pytest -q tests/unit/test_imports.py
 
@@ -31,7 +31,7 @@ format: ## let ruff lay out the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 bench: ## output tokens/s beside transformers' generate
-	@$(PYTHON) deploy/install.py test
+	@$(PYTHON) deploy/install.py dev
 	@$(BIN)/python benchmarks/generate.py $(ARGS)
 
 clean: ## remove the environment and caches of this checkout (never data)

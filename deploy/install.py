@@ -1,4 +1,4 @@
-"""Make `.venv` in the project's root and install Meterhouse into it: `python3 deploy/install.py serve|test`.
+"""Make `.venv` in the project's root and install Meterhouse into it: `python3 deploy/install.py serve|dev|test`.
 
 Knows: which build of PyTorch this machine needs, what the tests need beyond Python packages, and how to say in one
 sentence what went wrong. Uses the standard library alone, since it runs before anything is installed. Quick when
@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH_VERSION = "2.13.0"
-NEEDED_GB = {"serve": 4, "test": 6}
-EXTRAS = {"serve": ["client"], "test": ["test"]}  # `client`: for the Python line that the server prints
+NEEDED_GB = {"serve": 4, "dev": 6, "test": 6}
+# `client`: for the Python line that the server prints; `dev` is `test` without the services the tests start.
+EXTRAS = {"serve": ["client"], "dev": ["test"], "test": ["test"]}
+}  # `client`: for the Python line that the server prints
 
 
 class InstallError(Exception):
@@ -127,9 +129,9 @@ def stamp_digest() -> str:
 
 
 def installed(kind: str) -> bool:
-    """Whether this kind, or the tests' superset of it, stands as it should."""
-    stamps = [VENV / f".installed-{name}" for name in {kind, "test"}]
-    return PYTHON.exists() and any(stamp.exists() and stamp.read_text() == stamp_digest() for stamp in stamps)
+    """Whether the packages of this kind, or of a larger one, stand as they should."""
+    enough = [VENV / f".installed-{name}" for name, extras in EXTRAS.items() if "test" in extras or name == kind]
+    return PYTHON.exists() and any(stamp.exists() and stamp.read_text() == stamp_digest() for stamp in enough)
 
 
 def install(kind: str) -> None:
