@@ -25,7 +25,6 @@ TORCH_VERSION = "2.13.0"
 NEEDED_GB = {"serve": 4, "dev": 6, "test": 6}
 # `client`: for the Python line that the server prints; `dev` is `test` without the services the tests start.
 EXTRAS = {"serve": ["client"], "dev": ["test"], "test": ["test"]}
-}  # `client`: for the Python line that the server prints
 
 
 class InstallError(Exception):
