@@ -198,7 +198,7 @@ class Stores:
                     f"The ledger lacks {left} settled requests, without which no balance is right, and has taken none "
                     f"of them for {STALL_S:.0f} s ({reason})."
                 )
-            if now_s - told_s >= TELL_S:
+            if left and now_s - told_s >= TELL_S:
                 progress(f"Charging what was settled: {left} requests are left")
                 told_s = now_s
 
