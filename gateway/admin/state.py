@@ -15,6 +15,7 @@ from billing.gateways import Gateways
 from billing.service import Billing
 from billing.stripe import StripeExporter
 from engine.client import Engine
+from gateway.admin.kept import KeptReports
 from metering.clickhouse import UsageStore
 from metering.journal import Journal
 from metering.spool import Spool
@@ -61,6 +62,7 @@ class AdminState:
         self.exporter = exporter
         self.flush = flush
         self.clock_us = clock_us
+        self.reports = KeptReports()
         self.adapters_lock = threading.Lock()  # one change of a name at a time
         # Reports are long queries: two at a time, and never on the threads that short calls wait for.
         self._readers = ThreadPoolExecutor(2, "admin-reader")

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -218,9 +219,13 @@ def _row(key: Key, names: tuple[str, ...], sums: Sums) -> UsageRow:
     )
 
 
-def _work(admin: AdminState, query: Query) -> list[UsageRow]:
+def _work(admin: AdminState, query: Query, begin: int, end: int) -> list[UsageRow]:
     if query.tenant is not None:
         admin.billing.tenant(query.tenant)  # an unknown one is told, not answered with nothing
+    return admin.reports.rows(query, begin, end, partial(_compute, admin, query))
+
+
+def _compute(admin: AdminState, query: Query) -> list[UsageRow]:
     admin.flush(FLUSH_S)
     return usage_rows(query, admin.usage, admin.billing)
 
@@ -241,9 +246,9 @@ async def get_usage(
     """Tokens and exact amounts of the requests that began in a range of time."""
     cursor = Cursor(0, admin.clock_us() + 1) if after is None else Cursor.parse(after)
     query = parse_query(tenant, start, end, bucket, group_by, cursor.end_us - 1)
-    rows = await admin.read(_work, admin, query)
-    begin, following = cursor.rows, Cursor(cursor.rows + limit, query.end_us)
-    return page(rows[begin : begin + limit + 1], limit, lambda row: row, lambda _: str(following))
+    following = Cursor(cursor.rows + limit, query.end_us)
+    rows = await admin.read(_work, admin, query, cursor.rows, following.rows)
+    return page(rows, limit, lambda row: row, lambda _: str(following))
 
 
 router = Router("/", route_handlers=[get_usage], tags=["usage"])

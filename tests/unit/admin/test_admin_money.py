@@ -11,7 +11,7 @@ import pytest
 import stripe
 
 from billing.stripe import StripeExporter
-from gateway.admin import reconcile
+from gateway.admin import reconcile, usage
 from gateway.admin.times import format_time
 from tests.doubles.stripe import StripeDouble
 from tests.unit.admin.conftest import PRICE, START_US, World
@@ -214,6 +214,35 @@ async def test_usage_is_paged(world: World) -> None:
         seen += [row["model"] for row in found["data"]]
         after = found["next"]
     assert (seen, after) == ([f"m{number}" for number in range(5)], None)
+
+
+async def test_the_pages_of_usage_are_of_one_report_that_is_computed_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.tenant()
+    late = world.opened("acme", model="a-late-one")
+    for number in range(5):
+        world.request("acme", model=f"m{number}")
+    computed = 0
+    compute = usage.usage_rows
+
+    def counted(*about: Any) -> Any:
+        nonlocal computed
+        computed += 1
+        return compute(*about)
+
+    monkeypatch.setattr(usage, "usage_rows", counted)
+    pages = [await world.get("/usage", limit=2)]
+    world.settled(late, 1, 0, 1)  # began before the end, so it would come first
+    while (after := pages[-1]["next"]) is not None:
+        world.later(1)
+        pages.append(await world.get("/usage", limit=2, after=after))
+    assert [row["model"] for found in pages for row in found["data"]] == [f"m{number}" for number in range(5)]
+    assert computed == 1
+    again = await world.get(
+        "/usage", limit=2, after=pages[0]["next"]
+    )  # no longer kept: computed again, to the same end
+    assert [row["model"] for row in again["data"]] == ["m1", "m2"]
 
 
 async def test_the_pages_of_usage_have_one_end(world: World) -> None:
