@@ -5,6 +5,7 @@ Knows: one small SQLite file in the journal's folder. Does not know: segments' f
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterable
@@ -13,6 +14,12 @@ from pathlib import Path
 import msgspec
 
 from metering.counts import CountRow
+
+log = logging.getLogger(__name__)
+
+
+class _Damaged(Exception):
+    """The file is no database any more."""
 
 
 class Totals:
@@ -33,9 +40,32 @@ class Totals:
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(folder / "totals.sqlite3", isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(self._SCHEMA)
+        path = folder / "totals.sqlite3"
+        try:
+            self._db = self._open(path)
+        except _Damaged:
+            kept = path.with_name(f"damaged-{path.stat().st_mtime_ns}.sqlite3")
+            log.error("the journal's sums are damaged: kept as %s, begun anew; reconcile will miss them", kept.name)
+            path.rename(kept)
+            self._db = self._open(path)
+            self._db.execute("INSERT OR IGNORE INTO damage VALUES (0, 0, ?)", (kept.stat().st_size,))
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA synchronous = FULL")
+            db.executescript(self._SCHEMA)
+            if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+                raise _Damaged
+        except sqlite3.DatabaseError as error:
+            db.close()
+            if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise _Damaged from error
+            raise
+        except BaseException:
+            db.close()
+            raise
+        return db
 
     def through(self) -> int:
         with self._lock:

@@ -296,6 +296,22 @@ def test_a_disk_that_takes_half_a_record_takes_none(
     assert orphans_of(folder)[0].counts.completion == 2
 
 
+@pytest.mark.parametrize("damage", ["truncated", "no database"])
+def test_damaged_sums_are_kept_aside_and_told_and_stop_nothing(folder: Path, damage: str) -> None:
+    Journal(folder).close()
+    sums = folder / "totals.sqlite3"
+    sums.write_bytes(sums.read_bytes()[:5000] if damage == "truncated" else b"x" * 5000)
+    journal = Journal(folder)
+    try:
+        assert journal.damaged_total == 1
+        journal.opened(opened(1))
+        journal.step([("id-00001", counts(3))])
+        assert [row.completion for row in journal.totals(0, 2**60)] == [3]
+    finally:
+        journal.close()
+    assert len(list(folder.glob("damaged-*.sqlite3"))) == 1
+
+
 def test_nothing_is_written_after_close(folder: Path) -> None:
     journal = Journal(folder)
     journal.opened(opened(1))
