@@ -292,13 +292,21 @@ def handle(request: Request[Any, Any, Any], error: Exception) -> Response[dict[s
     """litestar's exception handler for everything."""
     answer = api_error(error)
     if answer.status >= 500:
-        cause = error if not isinstance(error, ApiError) else error.__cause__
-        log.error(
-            "request_failed",
-            request_id=exchange_id(request.scope),
-            status=answer.status,
-            code=answer.code,
-            path=request.url.path,
-            exc_info=cause,
-        )
+        _tell(request, error, answer)
     return Response(envelope(answer), status_code=answer.status, headers=answer.headers, media_type="application/json")
+
+
+def _tell(request: Request[Any, Any, Any], error: Exception, answer: ApiError) -> None:
+    """To the log: a refusal that a server is made to give (no price, a full queue, a store that is away) in one line,
+    what only a bug or damage explains with its traceback."""
+    cause = error if not isinstance(error, ApiError) else error.__cause__
+    known = {
+        "request_id": exchange_id(request.scope),
+        "status": answer.status,
+        "code": answer.code,
+        "path": request.url.path,
+    }
+    if isinstance(answer, InternalError) or isinstance(cause, billing.LedgerCorrupt):
+        log.error("request_failed", **known, exc_info=cause)
+    else:
+        log.warning("request_refused", **known, reason=str(cause or error))
