@@ -37,6 +37,7 @@ def configure_logging(level: str, form: str) -> None:
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(number)  # a library may have set its own logger's level
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
@@ -54,5 +55,7 @@ def configure_logging(level: str, form: str) -> None:
 def _renderer(form: str) -> Any:
     if form == "console" or (form == "auto" and sys.stderr.isatty()):
         # Plain: the rich traceback shows the values of variables, and a secret may be among them.
-        return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        return structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     return structlog.processors.JSONRenderer()

@@ -13,6 +13,7 @@ SCRIPT = """
 import logging, sys, structlog
 from engine.logs import configure_logging
 configure_logging(sys.argv[1], sys.argv[2])
+logging.getLogger("httpx").setLevel("WARNING")
 structlog.get_logger("gateway.x").info("told", count=2)
 for name in ("metering.spool", "uvicorn.error", "httpx"):
     logging.getLogger(name).debug("debug of %s", name)
@@ -62,7 +63,7 @@ def test_the_level_is_the_rooms_and_libraries_are_quiet() -> None:
         foreign,
         failed,
     ]
-    assert events("critical") == []
+    assert events("critical") == []  # also of a library that set its own level
 
 
 def test_a_person_reads_lines_and_no_values_of_variables() -> None:
@@ -70,3 +71,7 @@ def test_a_person_reads_lines_and_no_values_of_variables() -> None:
     assert "info of metering.spool" in text
     assert "ValueError: broken" in text
     assert text.count("hunter2") == 0
+
+
+def test_a_file_gets_no_colours() -> None:
+    assert "\x1b" not in "\n".join(logged("info", "console"))
