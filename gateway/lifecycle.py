@@ -1,8 +1,9 @@
 """A server's life: everything opened in order, served, drained, and closed in order.
 
-Start: the port → the model → the engine's process, while the stores open on a thread (`stores`) → adapters → serving →
-demo. Stop (SIGTERM, SIGINT): not ready → running streams finish, up to `drain_s`; a second signal hurries → the rest
-is cut and settled as `shutdown` → the server closes → the engine stops → settlements are delivered → all is closed.
+Start: the port → the model → the data folder's lock → the engine's process, while the stores open on a thread
+(`stores`) → adapters → serving → demo. Stop (SIGTERM, SIGINT): not ready → running streams finish, up to `drain_s`; a
+second signal hurries → the rest is cut and settled as `shutdown` → the server closes → the engine stops → settlements
+are delivered → all is closed.
 Each step is taken whatever became of the one before. A signal during the start breaks it off; a third one is a kill,
 from which the next start recovers.
 
@@ -101,6 +102,7 @@ class Runtime:
 
     async def start(self) -> None:
         """Open everything. Raises `StartError` or a room's error, or is cancelled, with all closed again."""
+        self.stores.claim()
         self._progress("Starting the engine")
         opening = asyncio.create_task(asyncio.to_thread(self.stores.open, self._base_model, self._progress))
         starting = asyncio.create_task(self.engine.start())

@@ -53,6 +53,7 @@ class GivenUp(StartError):
 class Stores:
     """Everything durable, and the two drains out of the spool. `open` does it all; `close` undoes it.
 
+    Who has more to start calls `claim` before: a folder in use is told at once, and not after a model was loaded.
     `give_up`, from any thread, ends an `open` that is under way at its next step.
     """
 
@@ -72,6 +73,7 @@ class Stores:
         self._clock_us = clock_us
         self._stack = ExitStack()
         self._given_up = threading.Event()
+        self._claimed = False
         self.recovered = 0
 
     def open(self, base_model: str, progress: Callable[[str], None] = lambda _: None, *, serves: bool = True) -> None:
@@ -97,7 +99,7 @@ class Stores:
 
     def _open(self, base_model: str, progress: Callable[[str], None]) -> None:
         settings = self._settings
-        self._own_folder()
+        self.claim()
         self._go_on()
         progress("Bringing the ledger and the usage store up to date")
         migrate_ledger(settings.ledger)
@@ -128,20 +130,29 @@ class Stores:
         )
         self._stack.callback(self.answers.close)
 
-    def _own_folder(self) -> None:
+    def claim(self) -> None:
+        """Take the data folder's lock, until `close`; again does nothing. Takes milliseconds. Raises `StartError`."""
+        if self._claimed:
+            return
         folder = self._settings.data_dir
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # clients' answers lie in it
             self.lock = FileLock(folder / "server.lock")
+            self._claimed = True
+            self._stack.callback(self._disclaim)
+            self.folder = folder_id(folder)
         except Locked:
             raise StartError(
                 f"Another Meterhouse server runs on the data folder {folder}: stop it, or choose another folder with "
                 "--data-dir; a command reaches that server with its --host and --port."
             ) from None
         except OSError as error:
+            self._stack.close()
             raise StartError(f"The data folder {folder} cannot be used: {error.strerror}.") from None
-        self._stack.callback(self.lock.release)
-        self.folder = folder_id(folder)
+
+    def _disclaim(self) -> None:
+        self.lock.release()
+        self._claimed = False
 
     def _register(self, serves: bool) -> None:
         if serves:

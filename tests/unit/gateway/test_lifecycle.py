@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -30,6 +31,7 @@ from gateway.stores import StartError, Stores
 from metering.events import Outcome, UsageEvent
 from metering.journal import OpenedRecord
 from metering.shipper import Drain
+from migrations.runner import MigrationError
 from tests.fixtures.clickhouse import empty
 from tests.fixtures.server import ADMIN_KEY, ByteTokenizer
 
@@ -37,9 +39,10 @@ from tests.fixtures.server import ADMIN_KEY, ByteTokenizer
 class SlowEngine(FakeEngine):
     """Its start takes for ever."""
 
-    stopped = False
+    started = stopped = False
 
     async def start(self) -> None:
+        self.started = True
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
@@ -81,14 +84,26 @@ async def test_a_start_that_is_cancelled_leaves_nothing_open(settings: Settings)
     await opens(settings)
 
 
-async def test_a_fault_of_the_stores_does_not_wait_for_the_engine(settings: Settings) -> None:
+async def test_a_fault_of_the_stores_does_not_wait_for_the_engine(settings: Settings, tmp_path: Path) -> None:
+    engine = SlowEngine()
+    no_file = msgspec.structs.replace(settings, ledger_url=f"sqlite:///{tmp_path}")
+    with pytest.raises(MigrationError):
+        await asyncio.wait_for(make(no_file, engine).start(), 10)
+    assert engine.started
+    assert engine.stopped
+    await opens(settings)
+
+
+async def test_a_folder_in_use_is_told_before_the_engine_is_started(settings: Settings) -> None:
     first = Stores(settings, now_us)
-    await asyncio.to_thread(first.open, "fake")
+    first.claim()
     engine = SlowEngine()
     with pytest.raises(StartError, match="Another Meterhouse server"):
         await asyncio.wait_for(make(settings, engine).start(), 10)
-    assert engine.stopped
-    await asyncio.to_thread(first.close)
+    assert not engine.started
+    first.claim()  # again: nothing
+    first.close()
+    await opens(settings)
 
 
 def event() -> UsageEvent:
