@@ -266,11 +266,25 @@ _CHOICES = {
     "log_format": ("auto", "json", "console"),
 }
 
+_URLS = {
+    "ledger_url": (
+        ("sqlite:///", "postgresql+psycopg://"),
+        "sqlite:///path or postgresql+psycopg://user:password@host/database; other databases do not work",
+    ),
+    "clickhouse_url": (
+        ("chdb:///", "http://", "https://"),
+        "chdb:///absolute/path or http(s)://user:password@host:port/database",
+    ),
+}
+"""Setting → how its text may begin, and what it must be."""
+
 
 def _checked(source: str, name: str, value: Any) -> Any:
     choices = _CHOICES.get(name)
     if choices and value not in choices:
         raise SettingsError(f"{source}: {name}: must be one of {', '.join(choices)}")
+    if name in _URLS and not value.startswith(_URLS[name][0]):
+        raise SettingsError(f"{source}: {name}: must be {_URLS[name][1]}")  # without the value: a password may be in it
     if name in SECRETS and (not value.strip() or value != value.strip()):
         raise SettingsError(f"{source}: {name}: must not be blank or have spaces around it")
     return value

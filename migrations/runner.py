@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,10 @@ def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[st
         with _opened(target) as client:
             return _migrate(client, migrations)
     except (ClickHouseError, OSError) as error:
+        if (reason := _unreachable(error)) and isinstance(target, str):
+            parts = urlsplit(target)
+            at = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+            raise MigrationError(f"the usage store at {at} cannot be reached: {reason}") from error
         raise MigrationError(f"the usage store cannot be migrated: {_first_line(error)}") from error
 
 
@@ -225,6 +230,16 @@ def _one_at_a_time(engine: sqlalchemy.Engine) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def _unreachable(error: BaseException) -> str | None:
+    """The system's word for why there is no connection, which the driver wraps several times; None: there is one."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ConnectionError | TimeoutError | socket.gaierror):
+            return found.strerror or "no answer in time"
+        found = found.__cause__ or found.__context__
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -95,6 +95,7 @@ def test_every_setting_can_be_given_by_every_source(tmp_path: Path) -> None:
     choices = {"device": "cpu", "dtype": "float32", "log_level": "debug", "log_format": "json"}
     examples = {int: "4194304", float: "2.5", bool: "true", Path: "/x", str: "text"}
     special = {"port": "8001", "block_size": "32", "max_n": "8", "max_num_seqs": "8", "max_prompts": "8"}
+    special |= {"clickhouse_url": "chdb:///x", "ledger_url": "sqlite:///x"}
     for field in fields():
         text = {**choices, **special}.get(field.name, examples[field.type])
         by_flag, by_variable = load({field.name: text}, {}), load({}, {field.variable: text})
@@ -129,3 +130,25 @@ def test_admin_key_is_minted_once_for_its_owner_only(tmp_path: Path) -> None:
 )
 def test_where_a_client_finds_the_server(host: str, url: str) -> None:
     assert load({"host": host}, {}).base_url == url
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "told"),
+    [
+        ("ledger_url", "mysql://me:hunter2@host/db", "sqlite:///path or postgresql+psycopg://"),
+        ("ledger_url", "postgresql://me:hunter2@host/db", "postgresql+psycopg://"),
+        ("clickhouse_url", "clickhouse://me:hunter2@host/db", "chdb:///absolute/path or http"),
+    ],
+)
+def test_a_store_of_a_kind_that_does_not_work_is_refused_with_those_that_do(name: str, url: str, told: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load({name: url}, {})
+    assert told in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_stores_that_work_are_taken() -> None:
+    urls = {"ledger_url": "postgresql+psycopg://me:x@host/db", "clickhouse_url": "https://me:x@host:8443/db"}
+    settings = load(urls, {})
+    assert (settings.ledger, settings.clickhouse) == tuple(urls.values())
+    assert load({"ledger_url": "sqlite:////x/l.sqlite3", "clickhouse_url": "chdb:///x"}, {}).clickhouse == "chdb:///x"

@@ -106,9 +106,9 @@ def test_files_are_numbered_without_a_gap(folder: Path, name: str) -> None:
 
 
 def test_a_store_that_is_not_there_is_one_clear_error() -> None:
-    with pytest.raises(MigrationError, match="cannot be migrated") as caught:
+    with pytest.raises(MigrationError) as caught:
         migrate_clickhouse("http://default:secret@127.0.0.1:1/x")
-    assert "secret" not in str(caught.value)
+    assert str(caught.value) == "the usage store at 127.0.0.1:1 cannot be reached: Connection refused"
     with pytest.raises(MigrationError, match="chdb:///"):
         migrate_clickhouse("sqlite:///x")
 
