@@ -85,6 +85,17 @@ def test_every_secret_of_compose_must_be_given() -> None:
         assert f"${{{name}:?" in text
 
 
+def test_the_secret_of_kubernetes_must_be_made() -> None:
+    """The manifest brings no key that would work as it stands, and the pod needs one."""
+    manifests = _manifests()
+    assert "Secret" not in manifests
+    (container,) = manifests["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    (source,) = container["envFrom"]
+    assert source == {"secretRef": {"name": "meterhouse"}}
+    command = f"kubectl create secret generic {source['secretRef']['name']} --from-literal=METERHOUSE_ADMIN_KEY="
+    assert command in (DEPLOY / "kubernetes" / "meterhouse.yaml").read_text()
+
+
 def test_the_dockerfile_copies_what_is_there_and_sets_what_is_known() -> None:
     for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE):
         assert all((ROOT / source).exists() for source in sources.split())
@@ -107,8 +118,8 @@ def test_the_kubernetes_manifest_fits_the_image() -> None:
     pod = manifests["StatefulSet"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["enableServiceLinks"] is False  # else METERHOUSE_PORT=tcp://… reaches our settings
-    named = {entry["name"] for entry in container["env"]} | set(manifests["Secret"]["stringData"])
-    _known(named)
+    text = (DEPLOY / "kubernetes" / "meterhouse.yaml").read_text()
+    _known({entry["name"] for entry in container["env"]} | set(re.findall(r"\b([A-Z_]+)=", text)))
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == set(re.findall(r"METERHOUSE_\w+_DIR=(\S+)", DOCKERFILE))
     volumes = {v["name"] for v in pod["volumes"]}
