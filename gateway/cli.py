@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -346,7 +347,15 @@ def credit() -> None:
     """Prepaid credit."""
 
 
-@credit.command("grant")
+class Negative(click.Command):
+    """A command that hears what is wrong with -3 from the ledger, and not that there is no option of that name."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        context.ignore_unknown_options = any(re.fullmatch(r"-[0-9.]+", argument) for argument in args)
+        return super().parse_args(context, args)
+
+
+@credit.command("grant", cls=Negative)
 @click.argument("tenant_id", metavar="TENANT")
 @click.argument("amount")
 @click.option("--currency", default="usd", show_default=True)

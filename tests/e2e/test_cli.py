@@ -113,7 +113,9 @@ def test_a_whole_customer_beside_a_running_server(server: Cli, real_server: Serv
     server.json("tenant", "create", "Cli", "--id=cli")
     server.json("price", "set", "*", *PRICES, "--tenant=cli")
     server.json("credit", "grant", "cli", "5.00", "--reason=test")
-    assert "amount" in server.fails("credit", "grant", "cli", "ten", "--reason=x")
+    for amount in ("ten", "-3", "-0.5"):
+        assert "Error: amount: " in server.fails("credit", "grant", "cli", amount, "--reason=x")
+    assert "No such option" in server.fails("credit", "grant", "cli", "3", "--resaon=x", code=2)
     key = server.json("key", "create", "cli")["key"]
     with httpx.Client(base_url=real_server.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
