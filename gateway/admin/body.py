@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from litestar import Request
 
+from gateway.choices import with_choices
 from gateway.errors import BadRequest
 
 Fault = tuple[str, str]  # (field, reason)
@@ -49,7 +50,7 @@ def _type_fault(name: str, value: Any, wanted: Any) -> Fault | None:
         msgspec.convert(value, wanted, strict=True)
     except msgspec.ValidationError as error:
         # msgspec words it "Expected `str`, got `int` - at `$[...]`" and "Object missing required field `x`"
-        reason, _, where = str(error).partition(" - at `$")
+        reason, _, where = with_choices(str(error), wanted).partition(" - at `$")
         return f"{name}{where.rstrip('`')}", reason[:1].lower() + reason[1:]
     return None
 

@@ -6,12 +6,13 @@ Runs before litestar reads the same parameters, which passes unknown ones over a
 from __future__ import annotations
 
 from collections import Counter
+from enum import Enum
 from typing import Any
 
 from litestar import Request
 from litestar.params import QueryParameter
 
-from gateway.admin.body import Fault, refuse
+from gateway.admin.body import SHOWN_CHARACTERS, Fault, refuse
 
 
 def query_faults(given: list[str], known: set[str]) -> list[Fault]:
@@ -25,8 +26,24 @@ def query_faults(given: list[str], known: set[str]) -> list[Fault]:
     return faults
 
 
+def value_faults(given: list[tuple[str, str]], kinds: dict[str, Any]) -> list[Fault]:
+    """Values that are none of a parameter's few. The other kinds of faults litestar tells as well."""
+    faults: list[Fault] = []
+    for name, value in given:
+        kind = kinds[name]
+        if isinstance(kind, type) and issubclass(kind, Enum) and value not in (known := [one.value for one in kind]):
+            faults.append((name, f"{value[:SHOWN_CHARACTERS]!r} is unknown; known are {', '.join(known)}"))
+    return faults
+
+
 def check_query(request: Request[Any, Any, Any]) -> None:
-    """Raises `BadRequest` that names every unknown and every doubled parameter."""
+    """Raises `BadRequest` that names every unknown and every doubled parameter, or those with a value of none."""
     parameters = request.route_handler.parsed_fn_signature.parameters
-    known = {name for name, found in parameters.items() if isinstance(found.kwarg_definition, QueryParameter)}
-    refuse(query_faults([name for name, _ in request.query_params.multi_items()], known))
+    kinds = {
+        name: found.annotation
+        for name, found in parameters.items()
+        if isinstance(found.kwarg_definition, QueryParameter)
+    }
+    given = list(request.query_params.multi_items())
+    refuse(query_faults([name for name, _ in given], set(kinds)))
+    refuse(value_faults(given, kinds))

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.types import SamplingParams
+from gateway.choices import with_choices
 from gateway.errors import BadRequest, invalid
 
 Str = Annotated[str, Meta(max_length=256)]
@@ -171,6 +172,8 @@ def decode(kind: type[_B], body: bytes) -> _B:
     """The body as a Struct. Raises `msgspec` errors and `BadRequest`; the field is named in all of them."""
     try:
         decoded = _decoders[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(with_choices(str(error), kind)) from None
     except RecursionError:
         raise BadRequest("The body is nested too deeply.", code="invalid_json") from None
     for name in NEUTRAL.keys() & set(kind.__struct_fields__):

@@ -61,6 +61,13 @@ async def test_a_bad_page_is_refused_by_name(world: World, query: dict[str, obje
     assert error(answer)["param"] == field
 
 
+async def test_a_value_of_none_is_refused_with_those_that_there_are(world: World) -> None:
+    answer = await world.client.get("/usage", params={"bucket": "week"})
+    assert answer.status_code == 400
+    assert error(answer)["message"] == "bucket: 'week' is unknown; known are hour, day, month"
+    await world.get("/usage", bucket="month")
+
+
 @pytest.mark.parametrize(
     ("path", "param"),
     [
