@@ -15,16 +15,14 @@ import msgspec
 from litestar import Litestar
 from litestar.datastructures import MutableScopeHeaders
 from litestar.di import Provide
-from litestar.openapi import OpenAPIConfig
-from litestar.openapi.plugins import JsonRenderPlugin
-from litestar.openapi.spec import Components, SecurityScheme
 from litestar.types import Message, Scope
 
 from billing.service import Billing
 from engine.client import Engine
-from gateway.admin import ADMIN_SCHEME, AdminState, admin_router
+from gateway.admin import AdminState, admin_router
 from gateway.admission import Admission
 from gateway.alarms import sample_books
+from gateway.apidoc import api_config, pointer
 from gateway.capture import Capture
 from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
@@ -127,6 +125,7 @@ def create_app(
         live,
         ready,
         metrics,
+        pointer,
     ]
     return Litestar(
         route_handlers=[*routes, *([admin_router(admin)] if admin is not None else [])],
@@ -138,13 +137,7 @@ def create_app(
         exception_handlers={Exception: handle},
         before_send=[_sign(telemetry)],
         request_max_body_size=settings.max_body_bytes,
-        openapi_config=OpenAPIConfig(
-            title="Meterhouse",
-            version=product_version(),
-            path="/schema",
-            render_plugins=[JsonRenderPlugin()],
-            components=Components(security_schemes={ADMIN_SCHEME: SecurityScheme(type="http", scheme="bearer")}),
-        ),
+        openapi_config=api_config(product_version()),
         signature_types=[Edge, Health, Telemetry],
         debug=False,
         logging_config=None,

@@ -283,12 +283,27 @@ _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
 # --- the envelope --------------------------------------------------------------------------------
 
 
-def envelope(error: ApiError) -> dict[str, Any]:
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong: for people, by kind, at which field, and by a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
     """OpenAI's error body."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+    error: ErrorDetail
 
 
-def handle(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
+def envelope(error: ApiError) -> ErrorBody:
+    """The body of an answer, or the frame of a stream, that tells an error."""
+    return ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code))
+
+
+def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
     """litestar's exception handler for everything."""
     answer = api_error(error)
     if answer.status >= 500:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from litestar import Response, get
 from litestar.di import NamedDependency
+from litestar.openapi import ResponseSpec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.client import Engine
@@ -84,7 +85,10 @@ async def live() -> dict[str, str]:
     return {"status": "ok", "product": paths.PRODUCT}
 
 
-@get("/health/ready", tags=["Health"])
+NOT_READY = ResponseSpec(dict[str, str], generate_examples=False, description="It cannot serve now; `reason` says why.")
+
+
+@get("/health/ready", tags=["Health"], responses={503: NOT_READY})
 async def ready(health: NamedDependency[Health]) -> Response[dict[str, str]]:
     """One token was computed lately, and usage can be recorded."""
     fault = await health.fault()

@@ -25,7 +25,7 @@ async def list_models(request: Request[Any, Any, Any], edge: NamedDependency[Edg
 async def get_model(
     request: Request[Any, Any, Any], edge: NamedDependency[Edge], model_id: FromPath[str]
 ) -> dict[str, Any]:
-    """One of them."""
+    """One name this key may ask for as `model`."""
     principal = edge.principal(request)
     wanted = str(model_id).removeprefix("/")
     if not wanted:

@@ -113,7 +113,7 @@ def test_map_of_errors(error: Exception, status: int, code: str | None) -> None:
     answer = api_error(error)
     assert (answer.status, answer.code) == (status, code)
     assert "secret" not in str(envelope(answer))
-    assert envelope(answer)["error"]["type"]
+    assert envelope(answer).error.type
 
 
 def test_every_domain_error_has_a_place_of_its_own() -> None:
