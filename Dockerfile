@@ -1,11 +1,12 @@
-# Meterhouse on CPU. Build: docker build -t meterhouse:0.1.0 .   Run: see compose.yaml.
+# Meterhouse on CPU. Run: see compose.yaml. Build, with PyTorch's index of CPU builds (see pytorch.org/get-started):
+#   docker build --build-arg TORCH_INDEX=… -t meterhouse:0.1.0 .
 FROM python:3.11-slim AS build
 ARG TORCH_VERSION=2.13.0
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /app/.venv
 # PyTorch first and by itself: it is most of the image and changes least.
-RUN /app/.venv/bin/pip install --extra-index-url "$TORCH_INDEX" "torch==${TORCH_VERSION}+cpu"
+RUN /app/.venv/bin/pip install --extra-index-url "${TORCH_INDEX:?name the index of CPU builds of PyTorch}" "torch==${TORCH_VERSION}+cpu"
 WORKDIR /app
 COPY . .
 RUN /app/.venv/bin/pip install -c constraints.txt -e ".[postgres]"

@@ -59,7 +59,9 @@ def test_compose_mounts_what_is_there_and_sets_what_is_known() -> None:
         for needed in service.get("depends_on", []):
             assert needed in compose["services"]
     _known(set(compose["services"]["meterhouse"]["environment"]))
-    assert (ROOT / compose["services"]["meterhouse"]["build"] / "Dockerfile").is_file()
+    build = compose["services"]["meterhouse"]["build"]
+    dockerfile = (ROOT / build["context"] / "Dockerfile").read_text()
+    assert all(f"ARG {argument}\n" in dockerfile for argument in build["args"])
 
 
 def test_compose_and_the_provisioning_agree_on_hosts_and_variables() -> None:
