@@ -7,7 +7,6 @@ are on disk and not before; from then on it leaves only when every consumer has 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from metering.disk import fsync
+from metering.disk import database_damage, fsync
 from metering.events import UsageEvent, decode, encode
 from metering.lock import FileLock
 from metering.salvage import adopt, salvage
@@ -460,7 +459,7 @@ class Spool:
 
     def _open(self) -> sqlite3.Connection:
         adopt(self.path)
-        if damage := self._damage():
+        if damage := database_damage(self.path):
             log.error("spool: the file is damaged, its rows are salvaged: %s", damage)
             saved = salvage(self.path, _SCHEMA, self.consumers, damage)
             log.error("spool: %d settlements were saved and will be delivered again", saved)
@@ -474,17 +473,6 @@ class Spool:
         self._stored_bytes = int(db.execute("SELECT COALESCE(SUM(length(body)), 0) FROM settled").fetchone()[0])
         (self.quarantined_total,) = db.execute("SELECT COUNT(*) FROM quarantine").fetchone()
         return db
-
-    def _damage(self) -> str:
-        """What SQLite finds wrong with the file's pages; empty when nothing is."""
-        with contextlib.closing(sqlite3.connect(self.path)) as db:
-            try:
-                found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
-            except sqlite3.OperationalError:
-                raise  # it cannot be opened or read now, which says nothing about what is in it
-            except sqlite3.DatabaseError as error:
-                return str(error)
-        return "" if found == "ok" else found.replace("\n", " ")
 
     def _check_consumers(self) -> None:
         found = {name for (name,) in self._reader.execute("SELECT DISTINCT consumer FROM delivery")}

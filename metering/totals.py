@@ -14,12 +14,9 @@ from pathlib import Path
 import msgspec
 
 from metering.counts import CountRow
+from metering.disk import database_damage
 
 log = logging.getLogger(__name__)
-
-
-class _Damaged(Exception):
-    """The file is no database any more."""
 
 
 class Totals:
@@ -41,31 +38,24 @@ class Totals:
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
         path = folder / "totals.sqlite3"
-        try:
-            self._db = self._open(path)
-        except _Damaged:
-            kept = path.with_name(f"damaged-{path.stat().st_mtime_ns}.sqlite3")
-            log.error("the journal's sums are damaged: kept as %s, begun anew; reconcile will miss them", kept.name)
-            path.rename(kept)
-            self._db = self._open(path)
-            self._db.execute("INSERT OR IGNORE INTO damage VALUES (0, 0, ?)", (kept.stat().st_size,))
+        damage = database_damage(path)
+        kept_bytes = self._put_aside(path, damage) if damage else 0
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.executescript(self._SCHEMA)
+        if damage:
+            self._db.execute("INSERT OR IGNORE INTO damage VALUES (0, 0, ?)", (kept_bytes,))
 
-    def _open(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA synchronous = FULL")
-            db.executescript(self._SCHEMA)
-            if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-                raise _Damaged
-        except sqlite3.DatabaseError as error:
-            db.close()
-            if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise _Damaged from error
-            raise
-        except BaseException:
-            db.close()
-            raise
-        return db
+    @staticmethod
+    def _put_aside(path: Path, damage: str) -> int:
+        """Keep a damaged file, of so many bytes, under another name."""
+        kept = path.with_name(f"damaged-{path.stat().st_mtime_ns}.sqlite3")
+        log.error(
+            "the journal's sums are damaged (%s): kept as %s, begun anew; reconcile misses them", damage, kept.name
+        )
+        path.with_name(path.name + "-journal").unlink(missing_ok=True)  # it must never be applied to the new file
+        path.rename(kept)
+        return kept.stat().st_size
 
     def through(self) -> int:
         with self._lock:
