@@ -115,7 +115,8 @@ class _Link(asyncio.Protocol):
             self._transport.close()
         assert self.process is not None  # set before the link is handed out
         try:
-            return await asyncio.wait_for(self.process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 can swallow a cancellation
+                return await self.process.wait()
         except TimeoutError:
             self.kill()
             return await self.process.wait()
@@ -333,7 +334,8 @@ class EngineProcess:
             raise EngineUnavailable(f"the engine process cannot be started: {error.strerror}") from error
         try:
             link.send(Configure(self._config, self._log_level, self._log_format))
-            self._info = await asyncio.wait_for(link.up, START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self._info = await link.up
             for adapter in list(self._adapters.values()):
                 await self._reload(link, adapter)
         except TimeoutError:

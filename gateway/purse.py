@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from billing.service import Billing, Hold
 from engine.client import Engine
@@ -121,10 +122,9 @@ class Purse:
             if not tenant.running or left_s <= 0:
                 self._purses.engine.set_ceiling(part_id, part.ceiling, final=True)
                 return
-            try:
-                await asyncio.wait_for(tenant.changed.wait(), left_s)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await tenant.changed.wait()
 
     def finished(self, part_id: str) -> None:
         """The part samples no more."""

@@ -124,7 +124,8 @@ class Edge:
         if kind != "application/json":
             raise UnsupportedMediaType("The body must be JSON, with content-type application/json.")
         try:
-            return await asyncio.wait_for(request.body(), BODY_TIMEOUT_S)
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.body()
         except TimeoutError:
             raise RequestTimeout("The body did not arrive in time.") from None
 

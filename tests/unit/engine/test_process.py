@@ -213,6 +213,21 @@ async def test_a_child_that_dies_at_a_step_loses_only_that_step(make: Make) -> N
     assert [up.counts.completion for up in ups] == [1, 2]
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_can_be_stopped_at_any_moment_of_a_childs_death(make: Make, turns: int) -> None:
+    engine = make()
+    await engine.start()
+    assert engine._link is not None
+    assert engine._link.process is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    await engine._link.process.wait()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await engine.stop()
+    assert engine.pid is None
+
+
 async def test_a_hung_child_is_killed(make: Make, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
