@@ -31,6 +31,8 @@ IDLE_RANKS_MAX = 128
 """Packed ranks that may be more than what a batch uses."""
 
 LoraForm = Callable[[torch.Tensor, torch.Tensor, LoraWeights, LoraBatch], None]
+Entered = Callable[[str, Adapter], None]
+Left = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,11 @@ class LoraStep:
 
 
 class LoraStore:
-    """The loaded adapters of one model. Adding and removing is all or nothing and touches no other adapter."""
+    """The resident adapters of one model. Adding and removing is all or nothing and touches no other adapter.
+
+    The one place that knows when an adapter becomes resident and when it leaves: whoever keeps something of his own
+    about residents (the native step: where their matrices lie) is told through `watch`.
+    """
 
     def __init__(self, model: ModelConfig, *, form: LoraForm, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model
@@ -66,6 +72,20 @@ class LoraStore:
         self._adapters: dict[str, Adapter] = {}
         self._pack: _Pack | None = None
         self._shapes = shapes(model)
+        self._entered: list[Entered] = []
+        self._left: list[Left] = []
+
+    def watch(self, entered: Entered, left: Left) -> None:
+        """Call `entered(id, adapter)` for every resident, now and whenever one comes, and `left(id)` when one goes.
+
+        Always between two steps. The tensors of `adapter` are on the device, contiguous, and neither move nor change
+        until `left` has returned. When `entered` raises, the adapter does not come in, and those told before are told
+        that it left.
+        """
+        for adapter_id, adapter in self._adapters.items():
+            entered(adapter_id, adapter)
+        self._entered.append(entered)
+        self._left.append(left)
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._adapters
@@ -77,14 +97,32 @@ class LoraStore:
         return self._adapters.get(adapter_id)
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
-        moved = {place: (a.to(self._device), b.to(self._device)) for place, (a, b) in adapter.weights.items()}
-        self._adapters[adapter_id] = Adapter(adapter.digest, adapter.rank, adapter.targets, moved)
+        """Make it resident; raises what torch raises out of memory. One that is resident stays as it is."""
+        if adapter_id in self._adapters:
+            return
+        moved = {place: (self._move(a), self._move(b)) for place, (a, b) in adapter.weights.items()}
+        resident = Adapter(adapter.digest, adapter.rank, adapter.targets, moved)
+        for told, entered in enumerate(self._entered):
+            try:
+                entered(adapter_id, resident)
+            except BaseException:
+                for left in self._left[:told]:
+                    left(adapter_id)
+                raise
+        self._adapters[adapter_id] = resident
 
     def remove(self, adapter_id: str) -> None:
-        """Nothing may use it any more; an id that is not loaded is no error."""
-        self._adapters.pop(adapter_id, None)
+        """Nothing may use it any more; an id that is not resident is no error."""
+        if adapter_id not in self._adapters:
+            return
+        for left in self._left:
+            left(adapter_id)
+        del self._adapters[adapter_id]
         if self._pack is not None and adapter_id in self._pack.places:
             self._pack = None  # its memory goes at once
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device).contiguous()
 
     def step(self, users: Sequence[tuple[str | None, int]]) -> LoraStep | None:
         """For rows in order as (adapter id or None, rows); None when no row has an adapter.

@@ -115,9 +115,47 @@ def test_the_pack_is_kept_while_it_serves_and_is_not_too_wide(tiny_model: Path) 
     assert set(again.pack.places) == {"a"}
 
 
+def test_watchers_are_told_who_comes_and_goes(tiny_model: Path) -> None:
+    store = _store(tiny_model, {"a": 4})
+    told: list[tuple[str, str]] = []
+    here: dict[str, Adapter] = {}
+
+    def entered(adapter_id: str, adapter: Adapter) -> None:
+        told.append(("entered", adapter_id))
+        here[adapter_id] = adapter
+
+    store.watch(entered, lambda adapter_id: told.append(("left", adapter_id)))
+    store.add("b", _adapter(2))
+    store.add("b", _adapter(2))  # it is there
+    store.remove("a")
+    store.remove("a")
+    assert told == [("entered", "a"), ("entered", "b"), ("left", "a")]
+    assert here["b"] is store.get("b")
+    assert all(matrix.is_contiguous() for pair in here["b"].weights.values() for matrix in pair)
+
+
+def test_an_adapter_that_a_watcher_cannot_take_does_not_come_in(tiny_model: Path) -> None:
+    store = _store(tiny_model, {})
+    told: list[str] = []
+
+    def refuse(adapter_id: str, adapter: Adapter) -> None:
+        raise MemoryError
+
+    store.watch(lambda adapter_id, adapter: told.append("entered"), lambda adapter_id: told.append("left"))
+    store.watch(refuse, lambda adapter_id: told.append("left by one that was never told"))
+    with pytest.raises(MemoryError):
+        store.add("a", _adapter(4))
+    assert told == ["entered", "left"]
+    assert "a" not in store
+
+
+def _adapter(rank: int) -> Adapter:
+    pair = (torch.ones(rank, 64), torch.ones(64, rank))
+    return Adapter(digest=f"rank {rank}", rank=rank, targets=("o_proj",), weights={(1, "o_proj"): pair})
+
+
 def _store(model: Path, ranks: dict[str, int]) -> LoraStore:
     store = LoraStore(ModelConfig.from_folder(model), form=form.cpu, device=torch.device("cpu"), dtype=torch.float32)
     for name, rank in ranks.items():
-        pair = (torch.ones(rank, 64), torch.ones(64, rank))
-        store.add(name, Adapter(digest=name, rank=rank, targets=("o_proj",), weights={(1, "o_proj"): pair}))
+        store.add(name, _adapter(rank))
     return store
