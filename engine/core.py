@@ -124,12 +124,16 @@ class EngineCore:
 
     # Between steps
 
+    def check(self, request: Request) -> str:
+        """Raise the `EngineError` of a request that can never be served; else its adapter's digest ("": none)."""
+        check_request(request, self.info)
+        return self._digest(request.adapter)
+
     def add(self, request: Request, *, arrived_us: int | None = None) -> None:
         """Take a request in; raises an `EngineError` with nothing changed. `arrived_us`: when its wait began."""
-        check_request(request, self.info)
+        digest = self.check(request)
         if request.id in self._texts:
             raise EngineError("a request of this id is open already")
-        digest = self._digest(request.adapter)
         self._arrivals += 1
         group = SequenceGroup(
             request,

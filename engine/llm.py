@@ -1,26 +1,38 @@
 """The offline door: a model in this process, prompts in, completions out, no server.
 
+    from engine.llm import LLM, SamplingParams
+
+    with LLM("default") as llm:
+        for completion in llm.generate(["The sea is", "A pump is"], SamplingParams(max_tokens=32)):
+            print(completion.text)
+
 Knows: `EngineCore` and a whole batch of prompts. Does not know: tenants, bills, sockets. What it counts is
 what the server would have counted.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import msgspec
 
-from engine.core import build
+from engine.core import EngineCore, build
+from engine.modelcache import WeightsError
+from engine.terminal import Bar, Interrupt, Stages, on_terminal
 from engine.types import (
     AdapterInfo,
     AdapterRef,
     ChoiceDelta,
     EngineConfig,
-    EngineError,
+    EngineUnavailable,
     Finish,
     Request,
     SamplingParams,
@@ -28,8 +40,16 @@ from engine.types import (
     TokenLogprob,
     Update,
 )
+from engine.weights import resolve_model
+
+__all__ = ["LLM", "AdapterRef", "Choice", "Completion", "Finish", "SamplingParams", "TokenCounts", "TokenLogprob"]
 
 Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
+
+CACHE_DIR = "~/.cache/meterhouse"
+"""Where converted models are kept, unless METERHOUSE_CACHE_DIR names another folder; as for the server."""
 
 
 class Choice(msgspec.Struct):
@@ -44,12 +64,14 @@ class Choice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """A prompt, its choices, and the tokens that were spent on them."""
+    """A prompt, its choices, and the tokens that were spent on them. Times are from the call's begin."""
 
     prompt_token_ids: list[int]
     choices: list[Choice]
     counts: TokenCounts = TokenCounts()
-    error: str | None = None
+    error: str | None = None  # set where this prompt alone could not be computed
+    first_token_s: float | None = None
+    finished_s: float = 0.0
 
     @property
     def text(self) -> str:
@@ -58,19 +80,39 @@ class Completion(msgspec.Struct):
 
 
 class LLM:
-    """A model to be asked from Python. `options` are the fields of `EngineConfig`.
+    """A model to be asked from Python.
 
-    Raises an `EngineError` with the reason when the model cannot be served.
+    `model` is what `meterhouse serve --model` takes: "default", a folder, a .gguf file or a hub name. `options` are
+    the fields of `EngineConfig` (`dtype`, `max_num_seqs`, `kv_cache_bytes`, …). `progress` shows the start's stages and
+    a bar for each batch: None on a terminal only, True also in a notebook. Several may live in one process, each
+    with memory of its own (`threads` alone is the process's); one is for one thread at a time. Raises an
+    `EngineError` with the reason when the model cannot be served.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "default",
+        *,
+        cache_dir: str | Path | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        self._progress = progress
         options.setdefault("max_waiting", sys.maxsize)  # a batch is as long as it is
-        self._core = build(EngineConfig(model=str(model), **options))
-        self.tokenizer = self._core.tokenizer
-        self.info = self._core.info
+        cache = Path(cache_dir or os.environ.get("METERHOUSE_CACHE_DIR") or CACHE_DIR)
+        try:
+            folder = resolve_model(str(model), cache, progress=Stages(self._shown(None)))
+        except WeightsError as error:
+            raise EngineUnavailable(str(error)) from error
+        config = EngineConfig(model=str(folder), **options)
+        core = build(config)
+        self._engine: EngineCore | None = core
+        self._open_max = 2 * config.max_num_seqs  # what computes, and as much again that waits to
+        self.tokenizer = core.tokenizer
+        self.info = core.info
 
     def load_adapter(self, path: str | Path, name: str = "adapter") -> AdapterRef:
-        """Load a PEFT folder, to be passed to `generate`. Raises `AdapterRejected`."""
+        """Load a PEFT folder, to be passed to `generate` and `chat`. Raises `AdapterRejected`."""
         ref = AdapterRef(id=str(uuid.uuid4()), name=name, path=str(path))
         info: AdapterInfo = self._core.load_adapter(ref)
         return msgspec.structs.replace(ref, digest=info.digest)
@@ -81,60 +123,167 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
-        adapter: AdapterRef | None = None,
+        adapter: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        progress: bool | None = None,
     ) -> list[Completion]:
         """Completions in the order of `prompts` (text or token ids), computed together.
 
-        `params` are one for all or one for each. Raises an `EngineError` when one of them cannot be served;
-        then nothing is computed.
+        `params` and `adapter` are one for all or one for each. Raises an `EngineError` (or `ValueError` for what is
+        no text) when one of the prompts cannot be served; then nothing is computed. Ctrl-C ends the batch between
+        two steps and leaves the model ready for the next.
         """
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        core = self._core
+        asked = _prompts(prompts)
         requests = [
-            Request(id=str(number), prompt=self._ids(prompt), sampling=sampling, n=n, adapter=adapter)
-            for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True))
+            Request(id=str(number), prompt=self._ids(prompt), sampling=sampling, n=n, adapter=ref)
+            for number, (prompt, sampling, ref) in enumerate(
+                zip(
+                    asked,
+                    _each(params or SamplingParams(), len(asked), "params"),
+                    _each(adapter, len(asked), "adapter"),
+                    strict=True,
+                )
+            )
         ]
-        try:
-            for request in requests:
-                self._core.add(request)
-        except EngineError:
-            self._abort(requests)
-            raise
-        return self._run(requests)
+        for request in requests:
+            core.check(request)
+        return self._run(core, requests, self._shown(progress))
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
-        """The model's answer to one conversation, in the model's own chat format."""
-        return self.generate([self.tokenizer.apply_chat(messages)], params)[0]
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        adapter: AdapterRef | None = None,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        adapter: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        adapter: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> Completion | list[Completion]:
+        """The model's answer to a conversation, or its answers to a list of them, in the model's own chat format.
+
+        `template` goes to the chat template: `tools`, `enable_thinking`, `add_generation_prompt`, … For the rest see
+        `generate`; messages that the template cannot render are a `ValueError`.
+        """
+        single = not messages or isinstance(messages[0], dict)
+        conversations: Sequence[Any] = [messages] if single else messages
+        prompts = [self.tokenizer.apply_chat(conversation, **template) for conversation in conversations]
+        completions = self.generate(prompts, params, n=n, adapter=adapter, progress=progress)
+        return completions[0] if single else completions
+
+    def close(self) -> None:
+        """Give back the model's memory. Closing twice is no error; asking a closed one is."""
+        self._engine = None
+        gc.collect()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _core(self) -> EngineCore:
+        if self._engine is None:
+            raise EngineUnavailable("this LLM was closed")
+        return self._engine
+
+    def _shown(self, asked: bool | None) -> bool:
+        wanted = self._progress if asked is None else asked
+        return on_terminal() if wanted is None else wanted
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _run(self, requests: list[Request]) -> list[Completion]:
+    def _run(self, core: EngineCore, requests: list[Request], shown: bool) -> list[Completion]:
+        """Compute checked requests. The core sees them in waves: what waits here costs its scheduler nothing."""
+        began = time.perf_counter()
         completions = {
             request.id: Completion(request.prompt, [Choice(index) for index in range(request.n)])
             for request in requests
         }
+        waiting, opened = deque(requests), 0
         try:
-            while (output := self._core.step()) is not None:
-                for update in output.updates:
-                    _add(completions[update.request_id], update)
+            with Interrupt() as interrupt, Bar(len(requests), shown) as bar:
+                while waiting or opened:
+                    interrupt.check()
+                    while waiting and opened < self._open_max:
+                        core.add(waiting[0])
+                        waiting.popleft()
+                        opened += 1
+                    updates = _step(core)
+                    now_s = time.perf_counter() - began
+                    for update in updates:
+                        _add(completions[update.request_id], update, now_s)
+                    ended = sum(update.finished for update in updates)
+                    opened -= ended
+                    bar.add(prompts=ended, tokens=sum(len(d.token_ids) for u in updates for d in u.deltas))
         except BaseException:  # an interrupt too: the next call must find nothing of this one
-            self._abort(requests)
+            for request in requests[: len(requests) - len(waiting)]:
+                core.abort(request.id)
+            core.step()  # takes the reports of the aborted
             raise
         return list(completions.values())
 
-    def _abort(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._core.abort(request.id)
-        self._core.step()  # takes the reports of the aborted
+
+def _step(core: EngineCore) -> list[Update]:
+    output = core.step()
+    if output is None:
+        raise RuntimeError("the engine has open requests and does not go on")
+    return output.updates
 
 
-def _add(completion: Completion, update: Update) -> None:
+def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; one text is a list of one. Raises `TypeError` on what is neither text nor token ids."""
+    prompts: list[Any] = [given] if isinstance(given, str) else list(given)
+    for prompt in prompts:
+        if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)):
+            continue
+        raise TypeError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+    return prompts
+
+
+def _each(given: T | Sequence[T], count: int, what: str) -> Iterable[T]:
+    """One value for each of `count` prompts. Raises `ValueError` when a list has another length."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{what}: {len(given)} are given for {count} prompts")
+    return given
+
+
+def _add(completion: Completion, update: Update, now_s: float) -> None:
     completion.counts = update.counts
     completion.error = update.error
+    if completion.first_token_s is None and update.counts.completion:
+        completion.first_token_s = now_s
+    if update.finished:
+        completion.finished_s = now_s
     for delta in update.deltas:
         _extend(completion.choices[delta.index], delta)
 
