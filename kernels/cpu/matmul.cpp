@@ -1,0 +1,256 @@
+// Cuts products into pieces, rounds the activations, runs the forms' kernels and finishes their results.
+#include <cstdlib>
+#include <vector>
+
+#include "matmul_forms.h"
+
+namespace meterhouse {
+namespace {
+
+constexpr int64_t kFewRows = 64;         // up to here each worker rounds the rows for itself: cheaper than a barrier
+constexpr int64_t kRowsOfPiece = 192;    // with more rows, a piece's rows: their operand stays in the second-level cache
+constexpr int64_t kRowsOfRounding = 16;  // rows of a piece of the rounding's own region
+constexpr int64_t kPieceBytes = 40960;   // weights of a piece when rows are few: microseconds of reading memory
+
+int32_t allowed_forms = ~0;
+
+const Kernel* choose(Format format, int64_t rows) {
+    const Kernel* kernel = nullptr;
+    if (allowed_forms & kAmx) kernel = amx_kernel(format, rows);
+    if (!kernel && (allowed_forms & kAvx512)) kernel = avx512_kernel(format, rows);
+    return kernel ? kernel : generic_kernel(format, rows);
+}
+
+// Memory that only grows, aligned to cache lines.
+class Buffer {
+public:
+    ~Buffer() { std::free(data_); }
+    std::byte* at_least(int64_t bytes) {
+        if (bytes > size_) {
+            std::free(data_);
+            size_ = divided_up(bytes, 4096) * 4096;
+            data_ = static_cast<std::byte*>(std::aligned_alloc(4096, size_t(size_)));
+        }
+        return data_;
+    }
+    std::byte* data() const { return data_; }
+    Buffer() = default;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+private:
+    std::byte* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// Rows of activations in the form that a kernel reads; jobs with the same rows share one.
+struct OperandRows {
+    Operand operand;
+    const float* x;
+    int64_t ldx, rows, inputs, padded, row_bytes;
+    int64_t offset;  // in the buffer of operands, the workers' own or the shared one
+    bool shared;
+    int64_t first_piece;  // of the rounding's region
+
+    bool serves(const OperandRows& other) const {
+        return operand == other.operand && x == other.x && ldx == other.ldx && rows == other.rows &&
+               inputs == other.inputs && padded == other.padded;
+    }
+    void make(int64_t first, int64_t count, std::byte* buffer) const {
+        for (int64_t row = first; row < first + count; row++) {
+            make_operand(operand, x + row * ldx, inputs, padded, buffer + offset + row * row_bytes);
+        }
+    }
+};
+
+// A job cut into pieces: blocks of rows, and in each of them blocks of panels.
+struct Cut {
+    const Job* job;
+    const Kernel* kernel;
+    int64_t operand;
+    int64_t panels, panel_bytes;
+    int64_t panels_of_piece, panel_blocks, rows_of_piece;
+    int64_t first_piece;
+};
+
+struct Worker {
+    Buffer operands, result;
+    std::vector<char> made;  // which of the operands
+};
+
+}  // namespace
+
+struct Scratch::Buffers {
+    std::vector<OperandRows> operands;
+    std::vector<Cut> cuts;
+    std::vector<Worker> workers;
+    Buffer shared;
+    int64_t own_bytes, shared_bytes, result_floats, pieces, rounding_pieces;
+};
+
+Scratch::Scratch() : buffers_(new Buffers) {}
+Scratch::~Scratch() = default;
+
+namespace {
+
+using Buffers = Scratch::Buffers;
+
+int64_t plan_operand(Buffers& b, const Job& job, Operand operand, int64_t padded) {
+    OperandRows wanted{operand, job.x, job.ldx, job.rows, job.weight->inputs, padded,
+                       operand_row_bytes(operand, padded), 0, job.rows > kFewRows, 0};
+    const auto count = int64_t(b.operands.size());
+    for (int64_t i = count - 1; i >= std::max<int64_t>(0, count - 8); i--) {
+        if (b.operands[i].serves(wanted)) return i;
+    }
+    int64_t& bytes = wanted.shared ? b.shared_bytes : b.own_bytes;
+    wanted.offset = bytes;
+    bytes += wanted.rows * wanted.row_bytes;
+    if (wanted.shared) {
+        wanted.first_piece = b.rounding_pieces;
+        b.rounding_pieces += divided_up(wanted.rows, kRowsOfRounding);
+    }
+    b.operands.push_back(wanted);
+    return count;
+}
+
+void plan_job(Buffers& b, const Job& job) {
+    const Weight& w = *job.weight;
+    const Kernel* kernel = choose(w.format, job.rows);
+    Cut cut{&job, kernel, plan_operand(b, job, kernel->operand, padded_inputs(w.format, w.inputs)),
+            panels_of(w.outputs, w.gated), panel_bytes(w.format, w.inputs), 0, 0, 0, b.pieces};
+    cut.panels_of_piece = kernel->panels;
+    cut.rows_of_piece = kRowsOfPiece;
+    if (job.rows <= kFewRows) {
+        cut.rows_of_piece = job.rows;
+        const int64_t wanted = std::max<int64_t>(1, kPieceBytes / cut.panel_bytes);
+        cut.panels_of_piece = divided_up(wanted, kernel->panels) * kernel->panels;
+    }
+    cut.panel_blocks = divided_up(cut.panels, cut.panels_of_piece);
+    b.pieces += cut.panel_blocks * divided_up(job.rows, cut.rows_of_piece);
+    b.result_floats = std::max(b.result_floats, kernel->rows * kernel->panels * kPanel);
+    b.cuts.push_back(cut);
+}
+
+void plan(Buffers& b, const Job* jobs, int64_t count, int threads) {
+    b.operands.clear();
+    b.cuts.clear();
+    b.own_bytes = b.shared_bytes = b.result_floats = b.pieces = b.rounding_pieces = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (jobs[i].rows > 0 && jobs[i].weight->outputs > 0) plan_job(b, jobs[i]);
+    }
+    b.workers.resize(size_t(threads));
+    for (Worker& worker : b.workers) worker.made.assign(b.operands.size(), 0);
+    b.shared.at_least(b.shared_bytes);
+}
+
+// The planned entry that a piece belongs to: the last one that starts at or before it.
+template <class T>
+const T& owner(const std::vector<T>& planned, int64_t piece) {
+    const auto after = std::upper_bound(planned.begin(), planned.end(), piece,
+                                        [](int64_t p, const T& entry) { return p < entry.first_piece; });
+    return *(after - 1);
+}
+
+// ---- what becomes of a result ----
+
+inline Lanes silu(Lanes x) {
+    const Lanes e = exponential(x > 0.0f ? -x : x);  // at most 1: no overflow
+    return x * (x > 0.0f ? Lanes{} + 1.0f : e) / (1.0f + e);
+}
+
+inline Lanes load_some(const float* from, int64_t count) {
+    if (count == kPanel) return load<Lanes>(from);
+    Lanes v{};
+    std::memcpy(&v, from, size_t(count) * 4);
+    return v;
+}
+
+inline void store_some(float* to, Lanes v, int64_t count) {
+    if (count == kPanel) return store(to, v);
+    std::memcpy(to, &v, size_t(count) * 4);
+}
+
+// The product of one row and panel with what is added to it.
+inline Lanes sum_of(const Job& job, int64_t row, PanelOutputs out, const float* result) {
+    Lanes v = load<Lanes>(result);
+    if (job.bias) v += load_some(job.bias + out.first, out.valid);
+    if (job.addend) v += load_some(job.addend + row * job.lda + out.first, out.valid);
+    return v;
+}
+
+void finish_row(const Job& job, int64_t row, int64_t panel, int64_t panels, const float* result) {
+    const Weight& w = *job.weight;
+    float* to = job.out + row * job.ldo;
+    const int64_t step = job.epilogue == Epilogue::swiglu ? 2 : 1;
+    for (int64_t p = 0; p < panels; p += step, result += step * kPanel) {
+        const PanelOutputs out = panel_outputs(panel + p, w.outputs, w.gated);
+        Lanes v = sum_of(job, row, out, result);
+        if (job.epilogue == Epilogue::swiglu) {
+            const PanelOutputs up = panel_outputs(panel + p + 1, w.outputs, w.gated);
+            v = silu(v) * sum_of(job, row, up, result + kPanel);
+        } else if (job.epilogue == Epilogue::add) {
+            v += load_some(to + out.first, out.valid);
+        }
+        store_some(to + out.first, v, out.valid);
+    }
+}
+
+// ---- a piece ----
+
+void run_piece(const Buffers& b, const Cut& cut, int64_t piece, const std::byte* operand, float* result) {
+    const Job& job = *cut.job;
+    const OperandRows& x = b.operands[size_t(cut.operand)];
+    const int64_t first_row = piece / cut.panel_blocks * cut.rows_of_piece;
+    const int64_t end_row = std::min(first_row + cut.rows_of_piece, job.rows);
+    const int64_t first_panel = piece % cut.panel_blocks * cut.panels_of_piece;
+    const int64_t end_panel = std::min(first_panel + cut.panels_of_piece, cut.panels);
+    const auto* weights = static_cast<const std::byte*>(job.weight->data);
+    for (int64_t panel = first_panel; panel < end_panel; panel += cut.kernel->panels) {
+        const int64_t panels = std::min(cut.kernel->panels, end_panel - panel);
+        for (int64_t row = first_row; row < end_row; row += cut.kernel->rows) {
+            const int64_t rows = std::min(cut.kernel->rows, end_row - row);
+            cut.kernel->run({weights + panel * cut.panel_bytes, cut.panel_bytes, panels,
+                             operand + x.offset + row * x.row_bytes, x.row_bytes, rows, x.padded, result,
+                             panels * kPanel});
+            for (int64_t r = 0; r < rows; r++) {
+                finish_row(job, row + r, panel, panels, result + r * panels * kPanel);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int32_t available_forms() {
+    return kGeneric | (avx512_kernel(Format::bf16, 1) ? kAvx512 : 0) | (amx_kernel(Format::bf16, 16) ? kAmx : 0);
+}
+
+void use_forms(int32_t forms) { allowed_forms = forms; }
+
+void multiply(Pool& pool, const Job* jobs, int64_t count, Scratch& scratch) {
+    Buffers& b = scratch.buffers();
+    plan(b, jobs, count, pool.threads());
+    pool.run(b.rounding_pieces, [&](int64_t piece, int) {
+        const OperandRows* x = nullptr;
+        for (const OperandRows& each : b.operands) {
+            if (each.shared && each.first_piece <= piece) x = &each;
+        }
+        const int64_t first = (piece - x->first_piece) * kRowsOfRounding;
+        x->make(first, std::min(kRowsOfRounding, x->rows - first), b.shared.data());
+    });
+    pool.run(b.pieces, [&](int64_t piece, int number) {
+        const Cut& cut = owner(b.cuts, piece);
+        const OperandRows& x = b.operands[size_t(cut.operand)];
+        Worker& worker = b.workers[size_t(number)];
+        std::byte* own = worker.operands.at_least(b.own_bytes);
+        if (!x.shared && !worker.made[size_t(cut.operand)]) {
+            x.make(0, x.rows, own);
+            worker.made[size_t(cut.operand)] = 1;
+        }
+        auto* result = reinterpret_cast<float*>(worker.result.at_least(b.result_floats * 4));
+        run_piece(b, cut, piece - cut.first_piece, x.shared ? b.shared.data() : own, result);
+    });
+}
+
+}  // namespace meterhouse

@@ -1,0 +1,128 @@
+// The form for every machine, and the only one for float32 weights: plain vector code, sums in float32.
+//
+// Weights that are not float32 are widened block by block into the first-level cache and multiplied there, so a block
+// is widened once for all rows of a tile.
+#include "matmul_forms.h"
+
+namespace meterhouse {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kWidth = 16;
+constexpr int kRows = 8;
+#elif defined(__AVX__)
+constexpr int64_t kWidth = 8;
+constexpr int kRows = 4;
+#else
+constexpr int64_t kWidth = 4;
+constexpr int kRows = 4;
+#endif
+constexpr int kVectors = kPanel / kWidth;  // a panel's outputs in the machine's own vectors
+
+typedef float Native __attribute__((vector_size(kWidth * 4)));
+
+// result[row][0:16] (+)= x[row][0:inputs] . w[0:inputs][16]
+template <int R>
+void accumulate(const float* w, const float* x, int64_t x_stride, int64_t inputs, bool first, float* result,
+                int64_t result_stride) {
+    Native total[R][kVectors];
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kVectors; v++) {
+            total[r][v] = first ? Native{} : load<Native>(result + r * result_stride + v * kWidth);
+        }
+    }
+    for (int64_t k = 0; k < inputs; k++) {
+        Native column[kVectors];
+        for (int v = 0; v < kVectors; v++) column[v] = load<Native>(w + k * kPanel + v * kWidth);
+        for (int r = 0; r < R; r++) {
+            const float factor = x[r * x_stride + k];
+            for (int v = 0; v < kVectors; v++) total[r][v] += column[v] * factor;
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kVectors; v++) store(result + r * result_stride + v * kWidth, total[r][v]);
+    }
+}
+
+template <int R>
+void accumulate_rows(int64_t rows, const float* w, const float* x, int64_t x_stride, int64_t inputs, bool first,
+                     float* result, int64_t result_stride) {
+    for (; rows >= R; rows -= R, x += R * x_stride, result += R * result_stride) {
+        accumulate<R>(w, x, x_stride, inputs, first, result, result_stride);
+    }
+    if constexpr (R > 1) accumulate_rows<R / 2>(rows, w, x, x_stride, inputs, first, result, result_stride);
+}
+
+inline Lanes scales(const std::byte* from) {
+    uint16_t bits[kPanel];
+    std::memcpy(bits, from, sizeof bits);
+    Words wide;
+    for (int64_t n = 0; n < kPanel; n++) wide[n] = bits[n];
+    return bits_of<Lanes>(wide << 16);
+}
+
+// Widens inputs [at, at + count) of a panel to [count][16] floats.
+void widen_bf16(const std::byte* panel, int64_t at, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; k += 2) {
+        const Words pairs = load<Words>(panel + (at + k) * kPanel * 2);
+        store(to + k * kPanel, pairs << 16);
+        store(to + (k + 1) * kPanel, pairs & splat(0xffff0000u));
+    }
+}
+
+void widen_int8(const std::byte* panel, int64_t at, int64_t, float* to) {
+    const std::byte* block = panel + at / kBlock * block_bytes(Format::int8);
+    for (int64_t k = 0; k < kBlock; k += 4) {
+        const Lanes scale = scales(block + k / kGroup * 32);
+        const Words quads = load<Words>(block + 64 + k * kPanel);
+        for (int64_t j = 0; j < 4; j++) {
+            const Ints q = Ints((quads >> uint32_t(8 * j)) & splat(0xffu)) - 128;
+            store(to + (k + j) * kPanel, __builtin_convertvector(q, Lanes) * scale);
+        }
+    }
+}
+
+void widen_int4(const std::byte* panel, int64_t at, int64_t, float* to) {
+    const std::byte* block = panel + at / kBlock * block_bytes(Format::int4);
+    for (int64_t k = 0; k < kBlock; k += 8) {
+        const Lanes scale = scales(block + k / kGroup * 32), least = scales(block + 64 + k / kGroup * 32);
+        const Words quads = load<Words>(block + 128 + k * kPanel / 2);
+        for (int64_t j = 0; j < 8; j++) {
+            const Ints q = Ints((quads >> uint32_t(8 * (j % 4) + j / 4 * 4)) & splat(0x0fu));
+            store(to + (k + j) * kPanel, __builtin_convertvector(q, Lanes) * scale + least);
+        }
+    }
+}
+
+void run_f32(const Tile& t) {
+    for (int64_t p = 0; p < t.panels; p++) {
+        accumulate_rows<kRows>(t.rows, reinterpret_cast<const float*>(t.weights + p * t.panel_bytes),
+                               reinterpret_cast<const float*>(t.operand), t.operand_bytes / 4, t.inputs, true,
+                               t.result + p * kPanel, t.result_stride);
+    }
+}
+
+template <void (*widen)(const std::byte*, int64_t, int64_t, float*)>
+void run_widened(const Tile& t) {
+    alignas(64) float block[kBlock * kPanel];
+    for (int64_t p = 0; p < t.panels; p++) {
+        for (int64_t k = 0; k < t.inputs; k += kBlock) {
+            const int64_t count = std::min(kBlock, t.inputs - k);
+            widen(t.weights + p * t.panel_bytes, k, count, block);
+            accumulate_rows<kRows>(t.rows, block, reinterpret_cast<const float*>(t.operand) + k, t.operand_bytes / 4,
+                                   count, k == 0, t.result + p * kPanel, t.result_stride);
+        }
+    }
+}
+
+}  // namespace
+
+const Kernel* generic_kernel(Format format, int64_t) {
+    static const Kernel kernels[] = {{Operand::f32, 64, 4, run_f32},
+                                     {Operand::f32, 64, 4, run_widened<widen_bf16>},
+                                     {Operand::f32, 64, 4, run_widened<widen_int8>},
+                                     {Operand::f32, 64, 4, run_widened<widen_int4>}};
+    return &kernels[int(format)];
+}
+
+}  // namespace meterhouse
