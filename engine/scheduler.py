@@ -13,6 +13,9 @@ its tokens fit, so one just preempted never comes straight back: less is free th
 A request at its token ceiling is paused: it keeps its blocks, but they are the first to be taken.
 Choices after the first wait until the first has computed the prompt, then share its full blocks and copy
 the partly filled one.
+
+A step computes no more adapters than there are slots (`adapterslots`): a sequence whose adapter has none steps aside
+for those behind it, up to `LOOKAHEAD` of them.
 """
 
 from __future__ import annotations
@@ -20,10 +23,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
+from engine.adapterslots import AdapterSlots
 from engine.blocks import BlockPool, block_key
 from engine.sequence import Sequence, SequenceGroup, Status
 from engine.types import EngineBusy, Finish
+
+LOOKAHEAD = 256
+"""Waiting sequences that are looked at in a step, when those before them wait for a slot of their adapter."""
 
 
 @dataclass(slots=True)
@@ -64,7 +72,15 @@ class Scheduler:
     steps `abort` and `set_ceiling` may be called; they take effect at once.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_waiting: int,
+        adapters: AdapterSlots | None = None,  # None: whatever a sequence names is there
+    ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError("a step needs room for one sequence and one token")
         self.pool = pool
@@ -72,6 +88,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._max_waiting = max_waiting
+        self._adapters = adapters
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # first choices of requests never admitted
         self._resumed: list[Sequence] = []  # preempted ones and later choices, oldest first; older than all `_waiting`
@@ -104,11 +121,18 @@ class Scheduler:
         plan = StepPlan()
         budget = self._budget
         planned: dict[str, int] = {}  # tokens to be sampled in this step, of requests under a ceiling
+        if self._adapters is not None:
+            going_on = (sequence for sequence in self._running if not sequence.group.at_ceiling)
+            self._adapters.begin(sequence.adapter_id for sequence in going_on if sequence.adapter_id is not None)
         for sequence in list(self._running):
             if sequence.status is Status.RUNNING:  # an older one may have preempted it a moment ago
                 budget -= self._continue(plan, sequence, budget, planned)
-        while budget > 0 and (head := self._head()) is not None:
-            taken = self._admit(plan, head, budget, planned)
+        for sequence in self._candidates():
+            if budget == 0:
+                break
+            if not self._may_begin(sequence):
+                continue
+            taken = self._admit(plan, sequence, budget, planned)
             if taken == 0:
                 break
             budget -= taken
@@ -162,6 +186,12 @@ class Scheduler:
 
     def _continue(self, plan: StepPlan, sequence: Sequence, budget: int, planned: dict[str, int]) -> int:
         """Schedule a running sequence; returns the tokens it takes of the budget."""
+        if (
+            sequence.adapter_id is not None
+            and self._adapters is not None
+            and not self._adapters.runs(sequence.adapter_id)
+        ):
+            return 0  # it was paused, and its adapter had to leave
         count = self._count(sequence, sequence.num_computed, budget, planned)
         if count == 0:
             return 0
@@ -221,8 +251,13 @@ class Scheduler:
         sequence.status = Status.WAITING
         insort(self._resumed, sequence, key=_order)
 
-    def _head(self) -> Sequence | None:
-        return self._resumed[0] if self._resumed else next(iter(self._waiting.values()), None)
+    def _candidates(self) -> list[Sequence]:
+        """Those that wait, in order, as far as a step looks."""
+        return list(islice(chain(self._resumed, self._waiting.values()), LOOKAHEAD))
+
+    def _may_begin(self, sequence: Sequence) -> bool:
+        """Whether its adapter has a slot; asking makes it come."""
+        return sequence.adapter_id is None or self._adapters is None or self._adapters.admits(sequence.adapter_id)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, budget: int, planned: dict[str, int]) -> int:
         """Let a waiting sequence run if all its tokens find room; returns the tokens taken, 0: it waits on."""

@@ -2,24 +2,41 @@
 
 import pytest
 
+from engine.adapterslots import CLOSE_AFTER_STEPS, AdapterSlots
 from engine.blocks import BlockPool, cache_root
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import LOOKAHEAD, Scheduler, StepPlan
 from engine.sequence import SequenceGroup, Status
-from engine.types import EngineBusy, Finish, Request, SamplingParams
+from engine.types import AdapterRef, EngineBusy, Finish, Request, SamplingParams
 
 
 class Bench:
     """A scheduler and a counter of arrivals; a step samples token 7 for whoever samples."""
 
-    def __init__(self, blocks: int = 32, size: int = 4, seqs: int = 8, budget: int = 64, waiting: int = 100) -> None:
+    def __init__(
+        self, blocks: int = 32, size: int = 4, seqs: int = 8, budget: int = 64, waiting: int = 100, slots: int = 8
+    ) -> None:
         self.pool = BlockPool(blocks, size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=seqs, max_num_batched_tokens=budget, max_waiting=waiting)
+        self.slots = AdapterSlots(slots)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_waiting=waiting,
+            adapters=self.slots,
+        )
         self.arrivals = 0
 
-    def add(self, prompt: list[int], *, tenant: str = "t", n: int = 1, ceiling: int | None = None) -> SequenceGroup:
+    def add(
+        self, prompt: list[int], *, tenant: str = "t", n: int = 1, ceiling: int | None = None, adapter: str = ""
+    ) -> SequenceGroup:
         self.arrivals += 1
         request = Request(
-            id=f"r{self.arrivals}", prompt=prompt, sampling=SamplingParams(max_tokens=100), n=n, token_ceiling=ceiling
+            id=f"r{self.arrivals}",
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=100),
+            n=n,
+            token_ceiling=ceiling,
+            adapter=AdapterRef(id=adapter, name=adapter, path="") if adapter else None,
         )
         group = SequenceGroup(request, arrival=self.arrivals, cache_root=cache_root(tenant, "", ""))
         self.scheduler.add(group)
@@ -241,3 +258,57 @@ def test_an_end_frees_everything_at_once_in_every_state() -> None:
     assert bench.pool.num_free == 6
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 0)
     assert not bench.scheduler.groups
+
+
+def who(plan: StepPlan) -> list[str]:
+    return [entry.sequence.request.id for entry in plan.scheduled]
+
+
+def test_a_step_computes_no_more_adapters_than_there_are_slots_and_the_others_step_aside() -> None:
+    bench = Bench(slots=2)
+    groups = [bench.add([i], adapter=name) for i, name in enumerate(["a", "b", "c", "a", "", "c", "b"])]
+    assert who(bench.step()) == ["r1", "r2", "r4", "r5", "r7"]
+    assert who(bench.step()) == ["r1", "r2", "r4", "r5", "r7"]
+    bench.end(groups[1])
+    bench.end(groups[6])
+    assert sorted(who(bench.step())) == ["r1", "r3", "r4", "r5", "r6"]
+    assert bench.slots.take_swaps() == [("a", True), ("b", True), ("b", False), ("c", True)]
+
+
+def test_who_waits_for_a_slot_is_not_overtaken_for_ever() -> None:
+    bench = Bench(slots=1, seqs=4)
+    groups = [bench.add([1], adapter="a")]
+    bench.step()
+    waiting = bench.add([2], adapter="b")
+    steps = 0
+    while not waiting.started:
+        steps += 1
+        groups.append(bench.add([1], adapter="a"))  # there is always one of a's in the slot when the next one comes
+        bench.step()
+        bench.end(groups.pop(0))
+    assert steps == CLOSE_AFTER_STEPS + 2
+    assert not groups[0].started  # it came after its slot was closed to it
+
+
+def test_a_sequence_that_was_paused_goes_on_when_its_adapter_is_back() -> None:
+    bench = Bench(slots=1)
+    paused = bench.add([1], adapter="a", ceiling=1)
+    assert who(bench.step()) == ["r1"]
+    other = bench.add([2], adapter="b")
+    assert who(bench.step()) == ["r2"]
+    bench.scheduler.set_ceiling(paused, 9, final=False)
+    assert who(bench.step()) == ["r2"]
+    bench.end(other)
+    assert who(bench.step()) == ["r1"]
+    assert paused.recomputed == 0
+
+
+def test_no_step_looks_past_so_many_that_wait_for_a_slot() -> None:
+    bench = Bench(slots=1, waiting=LOOKAHEAD * 2)
+    bench.add([1], adapter="a")
+    bench.step()
+    for _ in range(LOOKAHEAD):
+        bench.add([2], adapter="b")
+    bench.add([3])
+    assert who(bench.step()) == ["r1"]
+    assert bench.scheduler.num_waiting == LOOKAHEAD + 1
