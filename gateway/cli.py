@@ -19,7 +19,9 @@ from typing import Any
 import click
 
 from gateway import settings as settings_module
+from gateway.bench.commands import bench
 from gateway.client import AdminClient, CallFailed, connect
+from gateway.flags import settings_flags
 from gateway.printing import Printer
 from gateway.settings import Settings, SettingsError
 
@@ -35,8 +37,6 @@ INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "
 LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
 GATEWAY = ("id", "alive", "this", "stored_until", "seen_at", "started_at")
 DIFFERENCE = ("between", "tenant", "model", "start", "invoice", "left", "right")
-
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class Group(click.Group):
@@ -65,43 +65,11 @@ def main() -> None:
 
 # --- flags ---------------------------------------------------------------------------------------
 
-_config = click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    help="Settings file (METERHOUSE_CONFIG). [default: meterhouse.toml, if there is one]",
-)
-
-
-def _flag(field: settings_module.Field) -> Decorator:
-    """The flag of a setting. Its text goes on unread: the settings room checks all sources alike."""
-    default = "" if field.default is None or field.type is bool else f" [default: {field.default}]"
-    switch: dict[str, Any] = {"is_flag": True, "flag_value": "true"} if field.type is bool else {}
-    return click.option(
-        field.flag,
-        field.name,
-        default=None,
-        metavar=None if switch else field.type.__name__.upper(),
-        help=f"{field.description} ({field.variable}){default}",
-        **switch,
-    )
-
-
-def _settings_flags(*names: str) -> Decorator:
-    """Flags of the named settings, or of all."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        for field in reversed(settings_module.fields()):
-            if not names or field.name in names:
-                function = _flag(field)(function)
-        return _config(function)
-
-    return decorate
-
 
 def _admin(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the admin API and a printer as first arguments, and the flags that say whose API."""
 
-    @_settings_flags("host", "port", "data_dir", "admin_key")
+    @settings_flags("host", "port", "data_dir", "admin_key")
     @click.option("--json", "as_json", is_flag=True, help="Print the API's answer as JSON.")
     @functools.wraps(function)
     def command(
@@ -160,7 +128,7 @@ def _open_here(settings: Settings) -> Iterator[Any]:
 
 
 @main.command()
-@_settings_flags()
+@settings_flags()
 def serve(config: Path | None, **flags: str | None) -> None:
     """Start a server, until SIGINT or SIGTERM."""
     from gateway import lifecycle
@@ -172,7 +140,7 @@ def serve(config: Path | None, **flags: str | None) -> None:
 
 
 @main.command()
-@_settings_flags("data_dir", "clickhouse_url", "ledger_url")
+@settings_flags("data_dir", "clickhouse_url", "ledger_url")
 def migrate(config: Path | None, **flags: str | None) -> None:
     """Bring the data to this version's schema.
 
@@ -526,6 +494,11 @@ def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | 
         printer.show(report["differences"], DIFFERENCE)
     if not report["ok"]:
         raise click.exceptions.Exit(1)
+
+
+# --- how fast it is --------------------------------------------------------------------------------
+
+main.add_command(bench)
 
 
 if __name__ == "__main__":
