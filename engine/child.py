@@ -53,8 +53,11 @@ class Pipe:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
         self._poll = select.poll()  # select() takes no descriptor above 1023, and a busy gateway hands down such a one
         self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         self._unframer = Unframer.at_child()
 
     def send(self, message: ToParent) -> None:
@@ -63,7 +66,7 @@ class Pipe:
     def receive(self) -> list[ToChild]:
         """The messages that are there. Raises `EOFError` when the parent is gone."""
         messages: list[ToChild] = []
-        while self.wait(0):
+        while self._sock.fileno() in self._ready(0):
             data = self._sock.recv(1 << 18)
             if not data:
                 raise EOFError
@@ -71,12 +74,24 @@ class Pipe:
         return messages
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether there is something to receive, or the end, within that time (None: however long it takes)."""
-        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+        """Whether there is something to receive, or the end, or a wake, within that time (None: however long)."""
+        ready = self._ready(timeout_s)
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        return bool(ready)
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one; any thread may."""
+        with contextlib.suppress(BlockingIOError):  # there are wakes enough in the pipe
+            os.write(self._wake, b"!")
+
+    def _ready(self, timeout_s: float | None) -> set[int]:
+        return {fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def serve(pipe: Pipe, core: EngineCore) -> None:
     """Step while there is work, sleep while there is none. Returns by `EOFError` when the parent is gone."""
+    core.adapters.wake_with(pipe.wake)
     pipe.send(Ready(core.info))
     while True:
         for message in pipe.receive():
@@ -84,6 +99,11 @@ def serve(pipe: Pipe, core: EngineCore) -> None:
         output = core.step()
         if output is not None:
             pipe.send(Stepped(output))
+        for adapter_id, result in core.adapters.take_loaded():
+            if isinstance(result, AdapterRejected):
+                pipe.send(Loaded(adapter_id, None, str(result)))
+            else:
+                pipe.send(Loaded(adapter_id, result))
         for adapter_id in core.take_unloaded():
             pipe.send(Unloaded(adapter_id))
         if output is None and not pipe.wait(IDLE_CHECK_S):
@@ -102,11 +122,11 @@ def _obey(pipe: Pipe, core: EngineCore, message: ToChild) -> None:
             core.abort(request_id)
         case SetCeiling(request_id, tokens, final):
             core.set_ceiling(request_id, tokens, final=final)
-        case Load(adapter):
-            try:
-                pipe.send(Loaded(adapter.id, core.load_adapter(adapter)))
-            except AdapterRejected as error:
-                pipe.send(Loaded(adapter.id, None, str(error)))
+        case Load(adapter, restored):
+            if restored:
+                core.adapters.restore(adapter)
+            else:
+                core.adapters.begin_load(adapter)
         case Unload(adapter_id):
             core.unload_adapter(adapter_id)
         case Configure():

@@ -1,10 +1,10 @@
 """The engine: `step()` is schedule → run → sample → emit.
 
-Knows: the open requests, their text and how each ends, the adapters and who uses them. Does not know:
-sockets and processes (`process`), which sequences run (`scheduler`), tensors (the runner it is given, which
+Knows: the open requests, their text and how each ends. Does not know: sockets and processes (`process`),
+which sequences run (`scheduler`), where adapters are (`adapterstore`), tensors (the runner it is given, which
 also samples).
 
-Nothing happens but in a call: `add`, `abort`, `set_ceiling` and `unload_adapter` take effect between two
+Nothing happens but in a call: `add`, `abort`, `set_ceiling` and what is done with adapters take effect between two
 steps, so what ends a request ends it with the counts of the last whole step.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from engine.adapterstore import AdapterRunner, AdapterStore
 from engine.blocks import BlockPool, cache_root
 from engine.scheduler import Scheduled, Scheduler, StepPlan
 from engine.sequence import Sequence as TokenSequence
@@ -27,7 +27,6 @@ from engine.tokens import Detokenizer, Tokenizer
 from engine.types import (
     AdapterInfo,
     AdapterRef,
-    AdapterUnknown,
     ChoiceDelta,
     EngineConfig,
     EngineError,
@@ -55,12 +54,11 @@ class SampledToken(Protocol):
     def logprob(self) -> TokenLogprob | None: ...
 
 
-class StepRunner(Protocol):
+class StepRunner(AdapterRunner, Protocol):
     """What the core needs of `engine.runner.Runner`; tests give a scripted one.
 
     `execute` computes every entry and draws a token where `sample` is set (None elsewhere). It may be called
-    again for an entry whose step failed, and then does the same. Adapters: `load_adapter` raises
-    `AdapterRejected`; an adapter is unloaded only when nothing uses it.
+    again for an entry whose step failed, and then does the same. The adapters of its entries are resident.
     """
 
     @property
@@ -71,8 +69,6 @@ class StepRunner(Protocol):
     def info(self) -> ModelInfo: ...
     def execute(self, plan: StepPlan) -> Sequence[SampledToken | None]: ...
     def copy_block(self, src: int, dst: int) -> None: ...
-    def load_adapter(self, ref: AdapterRef) -> AdapterInfo: ...
-    def unload_adapter(self, adapter_id: str) -> None: ...
 
 
 class TextStream(Protocol):
@@ -102,20 +98,23 @@ class EngineCore:
         self.tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._clock_us = clock_us
+        self.adapters = AdapterStore(
+            runner,
+            known_max=config.max_adapters,
+            slots=config.adapter_slots,
+            cache_bytes=config.adapter_cache_bytes,
+        )
         pool = BlockPool(runner.num_blocks, runner.block_size)
         self.scheduler = Scheduler(
             pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            adapters=self.adapters.slots,
         )
         longest = min(runner.info.max_model_len, runner.num_blocks * runner.block_size)
         self.info: ModelInfo = msgspec.structs.replace(runner.info, max_model_len=longest)
         self._texts: dict[str, list[TextStream]] = {}
-        self._adapters: dict[str, AdapterInfo] = {}
-        self._users: Counter[str] = Counter()  # open requests by adapter
-        self._unloading: set[str] = set()
-        self._unloaded: list[str] = []
         self._ended: list[Update] = []  # ended between steps, not reported yet
         self._arrivals = 0
         self._steps = 0
@@ -127,7 +126,7 @@ class EngineCore:
     def check(self, request: Request) -> str:
         """Raise the `EngineError` of a request that can never be served; else its adapter's digest ("": none)."""
         check_request(request, self.info)
-        return self._digest(request.adapter)
+        return self.adapters.digest(request.adapter.id) if request.adapter else ""
 
     def add(self, request: Request, *, arrived_us: int | None = None) -> None:
         """Take a request in; raises an `EngineError` with nothing changed. `arrived_us`: when its wait began."""
@@ -145,7 +144,7 @@ class EngineCore:
         self.scheduler.add(group)
         self._texts[request.id] = texts
         if request.adapter:
-            self._users[request.adapter.id] += 1
+            self.adapters.use(request.adapter.id)
 
     def refuse(self, request_id: str, reason: str) -> None:
         """Report a request that `add` refused, to a caller that cannot be told by an exception."""
@@ -165,36 +164,40 @@ class EngineCore:
             self._ended.append(self._update(group, self._end(group, Finish.QUOTA)))
 
     def load_adapter(self, ref: AdapterRef) -> AdapterInfo:
-        """Make an adapter known; raises `AdapterRejected`. The same load again is answered from memory."""
-        if ref.id not in self._adapters:
-            self._adapters[ref.id] = self._runner.load_adapter(ref)
-        return self._adapters[ref.id]
+        """Read an adapter and make it known; raises `AdapterRejected`. The same load again is answered from memory."""
+        return self.adapters.load(ref)
 
     def unload_adapter(self, adapter_id: str) -> None:
         """Refuse it from now on; `take_unloaded` names it once its last request has ended."""
-        if adapter_id not in self._adapters:
-            self._unloaded.append(adapter_id)
-            return
-        self._unloading.add(adapter_id)
-        self._unload_unused(adapter_id)
+        self.adapters.unload(adapter_id)
 
     def take_unloaded(self) -> list[str]:
-        unloaded, self._unloaded = self._unloaded, []
-        return unloaded
+        return self.adapters.take_unloaded()
+
+    def wait_for_adapter(self) -> bool:
+        """Block until an adapter has been read from disk; False at once when none is being read."""
+        if not self.adapters.reading:
+            return False
+        self._lose(self.adapters.collect(block=True))
+        return True
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+        self.adapters.check_integrity()
 
     # The step
 
     def step(self) -> StepOutput | None:
-        """Report what ended since the last step, else compute one; None when there is nothing to do."""
+        """Report what ended since the last step, else compute one; None when there is nothing to do, for now at least:
+        a request may be waiting for its ceiling to be raised, or for its adapter to be read."""
+        self._lose(self.adapters.collect())
         if self._ended:
-            ended, self._ended = self._ended, []
-            return self._report(ended)
+            return self._report_ended()
         plan = self.scheduler.schedule()
+        if self._lose(self.adapters.swap()):
+            plan.scheduled = [entry for entry in plan.scheduled if entry.sequence.finish is None]
         if not plan.scheduled:
-            return None
+            return self._report_ended() if self._ended else None
         began_us = self._clock_us()
         self._note_queue(plan, began_us)
         plan, sampled, failed = self._run(plan)
@@ -202,6 +205,10 @@ class EngineCore:
         updates = self._emit(plan, sampled, failed)
         self._busy_us += self._clock_us() - began_us
         return self._report(updates)
+
+    def _report_ended(self) -> StepOutput:
+        ended, self._ended = self._ended, []
+        return self._report(ended)
 
     def _run(self, plan: StepPlan) -> tuple[StepPlan, Sequence[SampledToken | None], list[SequenceGroup]]:
         """What was computed, what was drawn, and the requests that could not be computed."""
@@ -278,7 +285,9 @@ class EngineCore:
             paused = False
         return self._update(group, deltas, paused=paused)
 
-    def _update(self, group: SequenceGroup, deltas: list[ChoiceDelta], *, paused: bool = False) -> Update:
+    def _update(
+        self, group: SequenceGroup, deltas: list[ChoiceDelta], *, paused: bool = False, error: str | None = None
+    ) -> Update:
         finished = not group.unfinished
         finish = group.finish if finished else None
         return Update(
@@ -287,7 +296,7 @@ class EngineCore:
             deltas,
             finished=finished,
             finish=finish,
-            error="the engine could not compute this request" if finish is Finish.ERROR else None,
+            error=error or "the engine could not compute this request" if finish is Finish.ERROR else None,
             queue_us=group.queue_us or 0,
             paused=paused,
         )
@@ -305,7 +314,11 @@ class EngineCore:
             prefix_hits_total=scheduler.stats.prefix_hits,
             steps_total=self._steps,
             busy_us_total=self._busy_us,
-            adapters_loaded=len(self._adapters),
+            adapters_loaded=len(self.adapters),
+            adapters_resident=self.adapters.slots.resident,
+            adapter_loads_total=self.adapters.slots.loads,
+            adapter_evictions_total=self.adapters.slots.evictions,
+            adapter_reads_total=self.adapters.reads,
         )
         return StepOutput(self._steps, updates, stats)
 
@@ -316,6 +329,17 @@ class EngineCore:
                 group.queue_us = max(0, now_us - group.arrived_us)
 
     # Ends
+
+    def _lose(self, lost: Mapping[str, str]) -> bool:
+        """End the requests of adapters that are gone, each with the reason. Whether there were any."""
+        if not lost:
+            return False
+        for group in list(self.scheduler.groups.values()):
+            adapter = group.request.adapter
+            if adapter and adapter.id in lost:
+                deltas = self._end(group, Finish.ERROR)
+                self._ended.append(self._update(group, deltas, error=lost[adapter.id]))
+        return True
 
     def _end(self, group: SequenceGroup, finish: Finish) -> list[ChoiceDelta]:
         """End all choices that have not ended; their held-back text is given out."""
@@ -333,23 +357,7 @@ class EngineCore:
             return
         del self._texts[request.id]
         if request.adapter:
-            self._users[request.adapter.id] -= 1
-            self._unload_unused(request.adapter.id)
-
-    def _digest(self, adapter: AdapterRef | None) -> str:
-        if adapter is None:
-            return ""
-        if adapter.id not in self._adapters or adapter.id in self._unloading:
-            raise AdapterUnknown("the adapter is not loaded")
-        return self._adapters[adapter.id].digest
-
-    def _unload_unused(self, adapter_id: str) -> None:
-        if adapter_id in self._unloading and self._users[adapter_id] == 0:
-            self._runner.unload_adapter(adapter_id)
-            self._unloading.discard(adapter_id)
-            self._adapters.pop(adapter_id)
-            self._users.pop(adapter_id, None)  # there is no count of one that was never asked for
-            self._unloaded.append(adapter_id)
+            self.adapters.release(request.adapter.id)
 
 
 def build(config: EngineConfig) -> EngineCore:

@@ -252,9 +252,9 @@ class LLM:
 
 
 def _step(core: EngineCore) -> list[Update]:
-    output = core.step()
-    if output is None:
-        raise RuntimeError("the engine has open requests and does not go on")
+    while (output := core.step()) is None:
+        if not core.wait_for_adapter():
+            raise RuntimeError("the engine has open requests and does not go on")
     return output.updates
 
 

@@ -5,7 +5,7 @@ not know: torch, which is imported in the child alone, nor anything the child do
 
 One message comes per engine step. Its counts are shown to `on_step`, then its updates are given to their
 streams. When the child dies or hangs, every open stream fails at once, and a new child is started, after a
-pause that doubles with each failure; `ready` is false until its adapters are loaded again.
+pause that doubles with each failure. It is told which adapters there are, and reads them as they are wanted.
 """
 
 from __future__ import annotations
@@ -246,6 +246,9 @@ class EngineProcess:
         return await self._load(self._up(), adapter)
 
     async def unload_adapter(self, adapter_id: str) -> None:
+        if adapter_id in self._loads:  # whoever asked for it may have gone away; the child has not answered yet
+            with suppress(EngineError):
+                await self._load(self._up(), self._loads[adapter_id][0])
         if adapter_id not in self._adapters:
             return
         if not self._ready or self._link is None:
@@ -336,8 +339,8 @@ class EngineProcess:
             link.send(Configure(self._config, self._log_level, self._log_format))
             async with asyncio.timeout(START_TIMEOUT_S):
                 self._info = await link.up
-            for adapter in list(self._adapters.values()):
-                await self._reload(link, adapter)
+            for adapter in self._adapters.values():  # in order, so before any request that uses them
+                link.send(Load(adapter, restored=True))
         except TimeoutError:
             await link.close(0)
             raise EngineUnavailable(f"the engine did not start within {START_TIMEOUT_S:.0f} s") from None
@@ -368,16 +371,6 @@ class EngineProcess:
             theirs.close()
         link.process = process
         return link
-
-    async def _reload(self, link: _Link, adapter: AdapterRef) -> None:
-        """Load an adapter into a new child. One that cannot be loaded any more is gone, the others are not."""
-        try:
-            await self._load(link, adapter)
-        except AdapterRejected as error:
-            log.error("adapter %s is lost with the restart: %s", adapter.id, error)
-            self._adapters.pop(adapter.id, None)
-        if adapter.id not in self._adapters:  # unloaded meanwhile
-            link.send(Unload(adapter.id))
 
     async def _load(self, link: _Link, adapter: AdapterRef) -> AdapterInfo:
         answer: asyncio.Future[AdapterInfo] = asyncio.get_running_loop().create_future()

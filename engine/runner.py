@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.adaptercache import HostAdapter
 from engine.adapters import read_adapter
 from engine.kvcache import KvCache, fit, free_memory
 from engine.lora import LoraStore
@@ -89,27 +90,28 @@ class Runner:
         self._cache.copy(src, dst)
 
     @torch.inference_mode()
-    def load_adapter(self, ref: AdapterRef) -> AdapterInfo:
-        """Read, check and keep an adapter; raises `AdapterRejected` with nothing changed. Twice is once."""
-        adapter = self._adapters.get(ref.id)
-        if adapter is None:
-            if len(self._adapters) >= self._config.max_adapters:
-                raise AdapterRejected(f"the engine holds its limit of {self._config.max_adapters} adapters")
-            adapter = read_adapter(ref, self._model.config, max_rank=self._config.max_lora_rank, dtype=self._dtype)
-            try:
-                self._adapters.add(ref.id, adapter)
-            except RuntimeError as error:  # out of memory: torch has a class for it on a GPU only
-                raise AdapterRejected("there is no memory left for the adapter") from error
-        return AdapterInfo(
+    def read_adapter(self, ref: AdapterRef) -> HostAdapter:
+        """Read and check its files, into the host's memory; raises `AdapterRejected`. Any thread may call it."""
+        adapter = read_adapter(ref, self._model.config, max_rank=self._config.max_lora_rank, dtype=self._dtype)
+        info = AdapterInfo(
             id=ref.id,
             digest=adapter.digest,
             rank=adapter.rank,
             targets=adapter.targets,
             nbytes=sum(a.nbytes + b.nbytes for a, b in adapter.weights.values()),
         )
+        return HostAdapter(info, adapter)
 
-    def unload_adapter(self, adapter_id: str) -> None:
-        """Nothing may use it any more; one that is not loaded is no error."""
+    @torch.inference_mode()
+    def place_adapter(self, adapter_id: str, adapter: HostAdapter) -> None:
+        """Make one that was read resident; raises `AdapterRejected` with nothing changed. Twice is once."""
+        try:
+            self._adapters.add(adapter_id, adapter.content)
+        except (RuntimeError, MemoryError) as error:  # torch has a class for it on a GPU only
+            raise AdapterRejected("there is no memory left for the adapter") from error
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Nothing may use it any more; one that is not resident is no error."""
         self._adapters.remove(adapter_id)
 
     def _batch(self, plan: StepPlan) -> Batch:

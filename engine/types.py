@@ -111,6 +111,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # for messages only
     path: str  # folder with adapter_config.json and adapter_model.safetensors
     digest: str = ""  # sha256 hex of the content; what the prefix cache is keyed by
+    pinned: bool = False  # brought in at once, and never let go for another
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +197,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits_total: int = 0  # of these, found
     steps_total: int = 0
     busy_us_total: int = 0
-    adapters_loaded: int = 0
+    adapters_loaded: int = 0  # known to the engine
+    adapters_resident: int = 0  # of these, in a slot on the device
+    adapter_loads_total: int = 0  # times one came into a slot
+    adapter_evictions_total: int = 0  # times one left it for another
+    adapter_reads_total: int = 0  # times one was read from disk
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -220,9 +225,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 1024
     kv_cache_bytes: int | None = None  # None: memory_utilization decides
     memory_utilization: float = 0.3  # of the memory free at start
-    max_adapters: int = 16
+    max_adapters: int = 4096  # that may be known at once; what is neither resident nor kept is on disk
     max_lora_rank: int = 64
     threads: int | None = None  # None: torch's own
+    adapter_slots: int = 32  # adapters resident on the device, so the most that one step computes with
+    adapter_cache_bytes: int = 1 << 30  # of adapters kept in the host's memory, resident or not
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,10 @@ class SetCeiling(msgspec.Struct, array_like=True, tag=True):
 
 
 class Load(msgspec.Struct, array_like=True, tag=True):
+    """`restored`: a child before this one has checked it, and it is read when it is wanted; there is no answer."""
+
     adapter: AdapterRef
+    restored: bool = False
 
 
 class Unload(msgspec.Struct, array_like=True, tag=True):

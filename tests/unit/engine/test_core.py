@@ -303,11 +303,11 @@ def test_an_adapter_is_unloaded_after_its_last_request(tmp_path: Path) -> None:
     core.add(request(adapter=ref, max_tokens=4))
     core.step()
     core.unload_adapter(ref.id)
-    assert (core.take_unloaded(), runner.unloaded) == ([], [])
+    assert (core.take_unloaded(), runner.removed) == ([], [])
     with pytest.raises(AdapterUnknown):
         core.add(request("late", adapter=ref))
     assert updates(drain(core))[-1].finish is Finish.LENGTH
-    assert (core.take_unloaded(), runner.unloaded) == ([ref.id], [ref.id])
+    assert (core.take_unloaded(), runner.removed) == ([ref.id], [ref.id])
     core.unload_adapter("never seen")
     assert core.take_unloaded() == ["never seen"]
 
@@ -318,7 +318,7 @@ def test_an_adapter_that_nobody_asked_for_is_unloaded_too(tmp_path: Path) -> Non
     ref = write_adapter(tmp_path / "a")
     core.load_adapter(ref)
     core.unload_adapter(ref.id)
-    assert (core.take_unloaded(), runner.unloaded) == ([ref.id], [ref.id])
+    assert (core.take_unloaded(), runner.resident) == ([ref.id], {})
     assert core.load_adapter(ref).id == ref.id  # and may come again
 
 

@@ -30,6 +30,7 @@ from engine.types import (
     Request,
     SamplingParams,
     StepOutput,
+    TokenCounts,
     Update,
 )
 
@@ -192,7 +193,7 @@ async def test_a_killed_child_fails_its_streams_and_comes_back(make: Make, tmp_p
     assert (await read(engine.submit(request("t", adapter=ref))))[-1].finish is Finish.LENGTH
 
 
-async def test_an_adapter_whose_content_changed_does_not_come_back(make: Make, tmp_path: Path) -> None:
+async def test_an_adapter_whose_content_changed_does_not_serve_after_a_restart(make: Make, tmp_path: Path) -> None:
     engine = make()
     await engine.start()
     kept, changed = write_adapter(tmp_path / "kept"), write_adapter(tmp_path / "changed")
@@ -201,8 +202,12 @@ async def test_an_adapter_whose_content_changed_does_not_come_back(make: Make, t
     write_adapter(tmp_path / "changed", b"other weights")
     os.kill(engine.pid, signal.SIGKILL)
     await until(lambda: engine.restarts == 1)
-    with pytest.raises(AdapterUnknown):
-        engine.submit(request(adapter=changed))
+    other = asyncio.create_task(read(engine.submit(request("other", adapter=kept))))
+    [refused] = await read(engine.submit(request(adapter=changed)))
+    assert (refused.finish, refused.counts) == (Finish.ERROR, TokenCounts())
+    assert refused.error
+    assert "content has changed" in refused.error
+    assert (await other)[-1].finish is Finish.LENGTH
     assert (await read(engine.submit(request(adapter=kept))))[-1].finish is Finish.LENGTH
 
 

@@ -121,22 +121,19 @@ def test_preemption_and_few_blocks_change_no_token(tiny_model: Path) -> None:
 # ---- adapters ----
 
 
-def test_loading_is_counted_repeated_and_refused_whole(tiny_model: Path, tmp_path: Path) -> None:
-    runner = Runner(config(tiny_model, max_adapters=1))
+def test_an_adapter_is_read_placed_and_removed(tiny_model: Path, tmp_path: Path) -> None:
+    runner = Runner(config(tiny_model))
     ref = refer(make_adapter(tiny_model, tmp_path / "one", seed=1, r=4, target_modules=["q_proj"]), "one")
-    info = runner.load_adapter(ref)
+    adapter = runner.read_adapter(ref)
+    info = adapter.info
     assert (info.id, info.digest, info.rank, info.targets) == (ref.id, ref.digest, 4, ("q_proj",))
     assert info.nbytes == 2 * (4 * 64 + 64 * 4) * 4
-    assert runner.load_adapter(ref) == info
-    other = AdapterRef(id="2", name="two", path=ref.path)
-    with pytest.raises(AdapterRejected, match="limit of 1"):
-        runner.load_adapter(other)
-    runner.unload_adapter(ref.id)
-    runner.unload_adapter("never loaded")
-    broken = AdapterRef(id="3", name="three", path=str(tmp_path / "nowhere"))
+    runner.place_adapter(ref.id, adapter)
+    runner.place_adapter(ref.id, adapter)
+    runner.remove_adapter(ref.id)
+    runner.remove_adapter("never placed")
     with pytest.raises(AdapterRejected):
-        runner.load_adapter(broken)
-    assert runner.load_adapter(other).id == "2"
+        runner.read_adapter(AdapterRef(id="3", name="three", path=str(tmp_path / "nowhere")))
 
 
 # ---- sizes and configuration ----
