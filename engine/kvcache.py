@@ -14,22 +14,38 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.types import EngineConfig, EngineUnavailable
+from kernels.native_step import advise_huge_pages
 
 
 class KvCache:
     """[layers, blocks, block_size, 2 * kv_heads, head_dim]: a token's key heads, then its value heads.
 
-    Zeroed, so that what no sequence has written is finite; on a CPU the pages are taken when first touched.
+    The native step has a layout of its own (kernels/cpu/attention.h): [layers, blocks, kv_heads, 2, head_dim *
+    block_size]. A block takes as much in either. Zeroed, so that what no sequence has written is finite; on a CPU the
+    pages are taken when first touched.
     """
 
     def __init__(
-        self, model: ModelConfig, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        *,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: bool = False,
     ) -> None:
-        shape = (model.layers, blocks, block_size, 2 * model.kv_heads, model.head_dim)
+        shape = (
+            (model.layers, blocks, model.kv_heads, 2, model.head_dim * block_size)
+            if native
+            else (model.layers, blocks, block_size, 2 * model.kv_heads, model.head_dim)
+        )
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # out of memory: torch has a class for it on a GPU only
             raise EngineUnavailable(f"no memory for a KV cache of {blocks} blocks of {block_size} tokens") from error
+        if device.type == "cpu":
+            advise_huge_pages(self.tensor)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Blocks that begin a new life: numbers of their last owner, not finite perhaps, reach nobody."""

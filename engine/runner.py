@@ -6,9 +6,11 @@ these sequences were chosen, text, or requests that wait.
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.adaptercache import HostAdapter
@@ -16,10 +18,13 @@ from engine.adapters import read_adapter
 from engine.kvcache import KvCache, fit, free_memory
 from engine.lora import LoraStore
 from engine.modelcache import WeightsError
+from engine.models.batch import Batch
 from engine.models.config import ModelConfig
-from engine.models.llama import Batch, Llama
+from engine.models.llama import Llama
+from engine.models.native import NativeLlama, unsupported
+from engine.models.store import WeightStore
 from engine.sampler import Sampled, Sampler
-from engine.scheduler import StepPlan
+from engine.scheduler import Scheduled, StepPlan
 from engine.types import (
     AdapterInfo,
     AdapterRef,
@@ -30,7 +35,10 @@ from engine.types import (
 )
 from engine.weights import load_weights
 from kernels.dispatch import operations
-from kernels.paged_attention import AttentionBatch
+from kernels.native import NativeError, build, default_cache_dir, load
+from kernels.native_step import NativePool
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,8 +56,15 @@ class Runner:
         try:
             model = ModelConfig.from_folder(folder)
             self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
+            library = _pick_native(config, model, self._device, self._dtype)
             forms = operations(self._device)
-            self._model = Llama(model, load_weights(folder), operations=forms, device=self._device, dtype=self._dtype)
+            store = WeightStore(model, load_weights(folder), device=self._device, dtype=self._dtype)
+            self._model: Llama | NativeLlama
+            if library is None:
+                self._model = Llama(store, operations=forms, device=self._device)
+            else:
+                pool = NativePool(library, config.threads or usable_cores())
+                self._model = NativeLlama(store, pool, dtype=self._dtype, quantization=config.quantization)
         except WeightsError as error:
             raise EngineUnavailable(str(error)) from error
         except RuntimeError as error:  # what torch raises out of memory, and dispatch without Triton
@@ -57,10 +72,18 @@ class Runner:
         self.block_size = config.block_size
         self.num_blocks, longest = fit(config, model, dtype=self._dtype, free_bytes=free_memory(self._device))
         self._cache = KvCache(
-            model, blocks=self.num_blocks, block_size=self.block_size, dtype=self._dtype, device=self._device
+            model,
+            blocks=self.num_blocks,
+            block_size=self.block_size,
+            dtype=self._dtype,
+            device=self._device,
+            native=library is not None,
         )
         self._adapters = LoraStore(model, form=forms.lora, device=self._device, dtype=self._dtype)
-        self._sampler = Sampler(model.vocab, model.eos_token_ids, self._device)
+        if isinstance(self._model, NativeLlama):
+            self._model.attach(self._cache.tensor, self.block_size)
+            self._adapters.watch(self._model.adapter_entered, self._model.adapter_left)
+        self._sampler = Sampler(model.vocab, model.eos_token_ids)
         self.info = ModelInfo(
             name=model.name,
             vocab_size=model.vocab,
@@ -78,11 +101,20 @@ class Runner:
         """
         if not plan.scheduled:
             return []
-        batch = self._batch(plan)
-        logits = self._model.forward(batch, self._cache.tensor)
-        sampling = [entry.sequence for entry in plan.scheduled if entry.sample]
+        entries = _side_by_side(plan.scheduled)
+        logits = self._logits(_batch(entries, self.block_size))
+        sampling = [entry.sequence for entry in entries if entry.sample]
         drawn = iter(self._sampler.sample(logits, sampling) if sampling else ())
-        return [next(drawn) if entry.sample else None for entry in plan.scheduled]
+        tokens = {id(entry): next(drawn) if entry.sample else None for entry in entries}
+        return [tokens[id(entry)] for entry in plan.scheduled]
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """[wanted rows, vocab] float32, to be read before the next step."""
+        if isinstance(self._model, NativeLlama):
+            return self._model.forward(batch)
+        self._cache.clear(_fresh(batch, self.block_size))
+        lora = self._adapters.step(list(zip(batch.users, batch.counts, strict=True)))
+        return self._model.forward(batch, self._cache.tensor, lora)
 
     @torch.inference_mode()
     def copy_block(self, src: int, dst: int) -> None:
@@ -114,43 +146,36 @@ class Runner:
         """Nothing may use it any more; one that is not resident is no error."""
         self._adapters.remove(adapter_id)
 
-    def _batch(self, plan: StepPlan) -> Batch:
-        """The plan as tensors, its new blocks cleared."""
-        entries = plan.scheduled
-        tokens: list[int] = []
-        fresh: list[int] = []
-        positions, slots = [], []
-        for entry in entries:
-            start, end = entry.start, entry.start + entry.count
-            tokens += entry.sequence.tokens[start:end]
-            table = entry.sequence.block_table
-            position = np.arange(start, end)
-            block = np.asarray(table[start // self.block_size : (end - 1) // self.block_size + 1])
-            slots.append(
-                block[position // self.block_size - start // self.block_size] * self.block_size
-                + position % self.block_size
-            )
-            positions.append(position)
-            fresh += table[-(-start // self.block_size) : (end - 1) // self.block_size + 1]
-        self._cache.clear(fresh)
-        counts = [entry.count for entry in entries]
-        ends = np.cumsum(counts) - 1
-        used = [-(-(entry.start + entry.count) // self.block_size) for entry in entries]
-        return Batch(
-            tokens=self._put(np.asarray(tokens)),
-            positions=self._put(np.concatenate(positions)),
-            slots=self._put(np.concatenate(slots)),
-            sampled=self._put(ends[[entry.sample for entry in entries]]),
-            attention=AttentionBatch(
-                counts=counts,
-                contexts=[entry.start + entry.count for entry in entries],
-                tables=[entry.sequence.block_table[:blocks] for entry, blocks in zip(entries, used, strict=True)],
-            ),
-            lora=self._adapters.step([(entry.sequence.adapter_id, entry.count) for entry in entries]),
-        )
 
-    def _put(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device, non_blocking=True)
+def _side_by_side(entries: list[Scheduled]) -> list[Scheduled]:
+    """The rows of one adapter next to each other: each adapter is then multiplied once."""
+    if all(entry.sequence.adapter_id == entries[0].sequence.adapter_id for entry in entries):
+        return entries
+    return sorted(entries, key=lambda entry: entry.sequence.adapter_id or "")
+
+
+def _batch(entries: list[Scheduled], block_size: int) -> Batch:
+    batch = Batch()
+    for entry in entries:
+        sequence, end = entry.sequence, entry.start + entry.count
+        tokens = sequence.tokens[entry.start : end]
+        batch.add(tokens, entry.start, sequence.block_table[: -(-end // block_size)], sequence.adapter_id)
+        if entry.sample:
+            batch.wanted.append(len(batch.tokens) - 1)
+    return batch
+
+
+def _fresh(batch: Batch, block_size: int) -> list[int]:
+    """The blocks that this step is the first to write to."""
+    return [
+        block
+        for start, table in zip(batch.starts, batch.tables, strict=True)
+        for block in table[-(-start // block_size) :]
+    ]
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pick_device(name: str) -> torch.device:
@@ -170,3 +195,39 @@ def _pick_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise EngineUnavailable(f"the dtype {name!r} is not one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _pick_native(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> ctypes.CDLL | None:
+    """The native library where it is to compute the steps; else None, or why that cannot be had."""
+    for field, value, known in (
+        ("native", config.native, ("auto", "on", "off")),
+        ("quantization", config.quantization, ("none", "int8", "int4")),
+    ):
+        if value not in known:
+            raise EngineUnavailable(f"{field} {value!r} is not one of {', '.join(known)}")
+    try:
+        return _native(config, model, device, dtype)
+    except NativeError as error:
+        if config.quantization != "none":
+            raise EngineUnavailable(
+                f"quantization {config.quantization} needs the native CPU step, which cannot be used: {error}"
+            ) from error
+        if config.native == "on":
+            raise EngineUnavailable(f"the native CPU step was asked for and cannot be used: {error}") from error
+        if config.native == "auto" and device.type == "cpu":
+            log.warning("steps are computed by torch, not by the native library: %s", error)
+        return None
+
+
+def _native(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
+    """Raises `NativeError`, with the reason, where there is none."""
+    if config.native == "off":
+        raise NativeError("it is switched off")
+    if device.type != "cpu":
+        raise NativeError("it runs on a CPU only")
+    reason = unsupported(model, dtype=dtype, block_size=config.block_size)
+    if reason is not None:
+        raise NativeError(reason)
+    return load(build(default_cache_dir()))

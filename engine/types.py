@@ -8,6 +8,7 @@ fields are plain and the layout is part of the protocol of `engine.process`.
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
 
@@ -66,6 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None  # None: none; k: those of the prompt's tokens and the k most likely at each
+    bad_words: tuple[str, ...] = ()  # may not be completed; as tokens only once `Tokenizer.with_bad_words` saw them
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is sampled
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last of each is forbidden behind its others
 
     def validate(self, vocab_size: int | None = None) -> list[tuple[str, str]]:
         """All faults as (field, reason); empty when the parameters can be served."""
@@ -93,12 +98,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "values must lie between -100 and 100",
             ),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "must lie between 0 and 20"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+                "must lie between 0 and 20",
+            ),
+            (
+                "bad_words",
+                len(self.bad_words) <= 64 and all(word.strip() and len(word) <= 128 for word in self.bad_words),
+                "at most 64 strings of at most 128 characters, not empty and not only spaces",
+            ),
+            (
+                "bad_words_token_ids",
+                len(self.bad_words_token_ids) <= 256 and all(0 < len(w) <= 128 for w in self.bad_words_token_ids),
+                "at most 256 lists of 1 to 128 ids",
+            ),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None or 0 < len(self.allowed_token_ids) <= 16384,
+                "at least 1 and at most 16384 ids",
+            ),
         ]
         faults = [(field, reason) for field, holds, reason in checks if not holds]
         if vocab_size is not None:
             faults += [
                 (field, "names a token id outside the vocabulary")
-                for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
+                for field, ids in (
+                    ("logit_bias", self.logit_bias),
+                    ("stop_token_ids", self.stop_token_ids),
+                    ("allowed_token_ids", self.allowed_token_ids or ()),
+                    ("bad_words_token_ids", chain.from_iterable(self.bad_words_token_ids)),
+                )
                 if any(not 0 <= token < vocab_size for token in ids)
             ]
         return faults
@@ -136,6 +166,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     token_ceiling: int | None = None  # completion tokens over all choices; None: no ceiling
     ceiling_final: bool = False  # False: at the ceiling the request pauses until it is raised or made final
+    weight: float = 1.0  # of its tenant: the share of the engine that it gets while others want it too
+    queue_timeout_ms: int | None = None  # not begun by then: ended with `Finish.EXPIRED`; None: the engine's own limit
+    public_cache: bool = False  # the operator made `cache_salt` public: its blocks are shared between tenants
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -154,11 +187,12 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token with its log-probability and the most likely alternatives, best first."""
+    """One token with its log-probability and the most likely alternatives, best first."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0  # 1: it was the most likely; told of prompt tokens only
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -228,6 +262,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 4096  # that may be known at once; what is neither resident nor kept is on disk
     max_lora_rank: int = 64
     threads: int | None = None  # None: torch's own
+    native: str = "auto"  # auto | on | off: the native CPU step; auto: where it can be had
+    quantization: str = "none"  # none | int8 | int4: bits of the weights, on the native CPU step only
     adapter_slots: int = 32  # adapters resident on the device, so the most that one step computes with
     adapter_cache_bytes: int = 1 << 30  # of adapters kept in the host's memory, resident or not
 

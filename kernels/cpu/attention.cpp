@@ -1,0 +1,488 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "rope.h"
+
+namespace meterhouse {
+namespace {
+
+constexpr float kHidden = -1e30f;  // a score that is not seen: its weight is exactly 0
+
+// Sixteen tokens at a time; what the machine has registers for is what one pass keeps in them.
+#if defined(__AVX512F__)
+constexpr int kGroups = 4, kQueries = 4, kColumns = 4;
+#else
+constexpr int kGroups = 1, kQueries = 4, kColumns = 1;
+#endif
+
+constexpr int64_t kTileQueries = 32;  // of one key head in a tile: their scores and weights stay in the first cache
+constexpr int64_t kSpanLeast = 128, kSpanMost = 512, kSpansAim = 16;
+
+// Tokens in one part of a context: a matter of the context alone, so that its result is too.
+int64_t span_of(int64_t context) {
+    const int64_t aimed = (context + kSpansAim * 64 - 1) / (kSpansAim * 64) * 64;
+    return std::clamp(aimed, kSpanLeast, kSpanMost);
+}
+
+void grow(std::vector<float>& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+}
+
+// ---- the two products, for a few queries at once ----
+
+// scores[q][16 g + lane] = query q . key of token `lane` of group g. `ahead` is what will be read next.
+template <class E, int Q, int G>
+inline void score(const uint32_t* const* keys, const uint32_t* const* ahead, int64_t stride, int64_t steps,
+                  const uint32_t* queries, int64_t ldq, float* scores, int64_t lds) {
+    Lanes total[Q][G] = {};
+    for (int64_t step = 0; step < steps; step++) {
+        Words key[G];
+        for (int g = 0; g < G; g++) {
+            key[g] = load<Words>(keys[g] + step * stride);
+            if (ahead != nullptr) __builtin_prefetch(ahead[g] + step * stride);
+        }
+        for (int q = 0; q < Q; q++) {
+            const Words word = splat(queries[q * ldq + step]);
+            for (int g = 0; g < G; g++) total[q][g] = E::dot(total[q][g], key[g], word);
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int g = 0; g < G; g++) store(scores + q * lds + g * kLanes, total[q][g]);
+}
+
+template <class E, int G>
+void score_groups(const uint32_t* const* keys, const uint32_t* const* ahead, int64_t stride, int64_t steps,
+                  const uint32_t* queries, int64_t ldq, int64_t count, float* scores, int64_t lds) {
+    for (int64_t q = 0; q < count; q += kQueries) {
+        const uint32_t* from = queries + q * ldq;
+        float* to = scores + q * lds;
+        switch (std::min<int64_t>(kQueries, count - q)) {
+            case 1: score<E, 1, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
+            case 2: score<E, 2, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
+            case 3: score<E, 3, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
+            default: score<E, 4, G>(keys, ahead, stride, steps, from, ldq, to, lds);
+        }
+        ahead = nullptr;
+    }
+}
+
+// mixed[q][16 c + lane] += sum over tokens of weight of the token . its value's dimension `lane` of column c.
+template <class E, int Q, int C>
+inline void mix(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
+                float* mixed, int64_t ldm) {
+    constexpr int64_t kSteps = kLanes / E::kPack;
+    Lanes total[Q][C];
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) total[q][c] = load<Lanes>(mixed + q * ldm + c * kLanes);
+    for (int64_t group = 0; group < groups; group++) {
+        const uint32_t* value = values[group];
+        const uint32_t* weight = weights + group * kSteps;
+        for (int64_t step = 0; step < kSteps; step++) {
+            Words column[C];
+            for (int c = 0; c < C; c++) column[c] = load<Words>(value + step * head_dim + c * kLanes);
+            for (int q = 0; q < Q; q++) {
+                const Words word = splat(weight[q * ldw + step]);
+                for (int c = 0; c < C; c++) total[q][c] = E::dot(total[q][c], column[c], word);
+            }
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) store(mixed + q * ldm + c * kLanes, total[q][c]);
+}
+
+template <class E, int C>
+void mix_columns(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
+                 int64_t count, float* mixed, int64_t ldm) {
+    for (int64_t q = 0; q < count; q += kQueries) {
+        const uint32_t* from = weights + q * ldw;
+        float* to = mixed + q * ldm;
+        switch (std::min<int64_t>(kQueries, count - q)) {
+            case 1: mix<E, 1, C>(values, groups, head_dim, from, ldw, to, ldm); break;
+            case 2: mix<E, 2, C>(values, groups, head_dim, from, ldw, to, ldm); break;
+            case 3: mix<E, 3, C>(values, groups, head_dim, from, ldw, to, ldm); break;
+            default: mix<E, 4, C>(values, groups, head_dim, from, ldw, to, ldm);
+        }
+    }
+}
+
+template <class E>
+void mix_all(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
+             int64_t count, float* mixed) {
+    const uint32_t* shifted[kSpanMost / kLanes];
+    for (int64_t column = 0; column < head_dim;) {
+        for (int64_t group = 0; group < groups; group++) shifted[group] = values[group] + column;
+        const int64_t left = std::min<int64_t>(kColumns, (head_dim - column) / kLanes);
+        float* to = mixed + column;
+        switch (left) {
+            case 1: mix_columns<E, 1>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
+            case 2: mix_columns<E, 2>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
+            case 3: mix_columns<E, 3>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
+            default: mix_columns<E, 4>(shifted, groups, head_dim, weights, ldw, count, to, head_dim);
+        }
+        column += left * kLanes;
+    }
+}
+
+// The weights of one query over a span of which tokens [low, high) are seen: its scores less their largest, through the
+// exponential, as words for `mix`. `best` and `total` go on from the spans before, and `mixed` is brought down to them.
+template <class E>
+void weigh(float* scores, int64_t groups, int64_t low, int64_t high, uint32_t* weights, float* best, float* total,
+           float* mixed, int64_t head_dim) {
+    const int64_t width = groups * kLanes;
+    std::fill(scores, scores + low, kHidden);
+    std::fill(scores + high, scores + width, kHidden);
+    Lanes most = splat(kHidden);
+    for (int64_t i = 0; i < width; i += kLanes) most = larger(load<Lanes>(scores + i), most);
+    const float now = std::max(largest(most), *best);
+    Lanes added = {};
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const Lanes weight = exponential(load<Lanes>(scores + i) - now);
+        added = added + weight;
+        E::put_lanes(weights + i / E::kPack, weight);
+    }
+    const float kept = std::exp(*best - now);
+    *total = *total * kept + sum(added);
+    if (now != *best)
+        for (int64_t i = 0; i < head_dim; i += kLanes) store(mixed + i, load<Lanes>(mixed + i) * kept);
+    *best = now;
+}
+
+}  // namespace
+
+// One layer's attention with keys and values of one kind.
+template <class E>
+class LayerAttention {
+public:
+    LayerAttention(Attention& whole, const Layer& layer, const float* qkv, uint32_t* cache, float* out)
+        : whole_(whole),
+          plan_(whole.plan_),
+          input_(*whole.input_),
+          layer_(layer),
+          qkv_(qkv),
+          cache_(cache),
+          out_(out),
+          dim_(plan_.head_dim),
+          block_size_(plan_.block_size),
+          shared_(plan_.heads / plan_.kv_heads),
+          steps_(dim_ / E::kPack),
+          width_((plan_.heads + 2 * plan_.kv_heads) * dim_),
+          half_words_(steps_ * block_size_),
+          scale_(1.0f / std::sqrt(float(dim_))) {}
+
+    void run(Pool& pool, const AttentionWork& work) {
+        const int64_t kv_heads = plan_.kv_heads, decodes = int64_t(work.decodes.size()) * kv_heads;
+        const int64_t tiles = int64_t(work.tiles.size()) * kv_heads;
+        if (!whole_.writes_.empty())
+            pool.run(int64_t(whole_.writes_.size()), [&](int64_t piece, int) { write(whole_.writes_[piece]); });
+        pool.run(decodes + tiles, [&](int64_t piece, int worker) {
+            Attention::Local& local = whole_.locals_[worker];
+            if (piece < tiles)
+                tile(work, work.tiles[piece / kv_heads], piece % kv_heads, local);
+            else
+                decode(work, work.decodes[(piece - tiles) / kv_heads], (piece - tiles) % kv_heads, local);
+        });
+    }
+
+private:
+    const float* cosines(int64_t row) const { return layer_.rope ? whole_.cosines_ + row * (dim_ / 2) : nullptr; }
+    const float* sines(int64_t row) const { return layer_.rope ? whole_.sines_ + row * (dim_ / 2) : nullptr; }
+
+    uint32_t* keys_of(int64_t block, int64_t kv_head) const {
+        return cache_ + (block * plan_.kv_heads + kv_head) * 2 * half_words_;
+    }
+
+    int32_t block_of(const Sequence& sequence, int64_t position) const {
+        return input_.tables[sequence.table + position / block_size_];
+    }
+
+    // The row's key and value of one head, to their place. The first token of a block clears its values: what its last
+    // owner left, finite or not, is multiplied by 0 later.
+    void write_one(const Sequence& sequence, int64_t row, int64_t kv_head, float* turned) const {
+        const int64_t position = sequence.start + row, offset = position % block_size_;
+        uint32_t* keys = keys_of(block_of(sequence, position), kv_head);
+        uint32_t* values = keys + half_words_;
+        const float* heads = qkv_ + (sequence.row + row) * width_ + plan_.heads * dim_;
+        const float* key = heads + kv_head * dim_;
+        const float* value = heads + (plan_.kv_heads + kv_head) * dim_;
+        turn_head(key, dim_, layer_.key_norm, plan_.eps, cosines(sequence.row + row), sines(sequence.row + row), 1.0f,
+                  turned);
+        if (offset == 0) std::fill(values, values + half_words_, 0u);
+        for (int64_t i = 0; i < dim_; i++)
+            E::put(keys + i / E::kPack * block_size_, offset * E::kPack + i % E::kPack, turned[i]);
+        uint32_t* line = values + offset / E::kPack * dim_;
+        for (int64_t i = 0; i < dim_; i++) E::put(line, i * E::kPack + offset % E::kPack, value[i]);
+    }
+
+    void write(const Attention::Write& rows) const {
+        float turned[kHeadDimMost];
+        const Sequence& sequence = input_.sequence[rows.sequence];
+        for (int64_t kv_head = 0; kv_head < plan_.kv_heads; kv_head++)
+            for (int64_t row = rows.row; row < rows.row + rows.rows; row++) write_one(sequence, row, kv_head, turned);
+    }
+
+    // The queries of one row that share a key head, as words.
+    void queries_of(int64_t row, int64_t kv_head, uint32_t* words) const {
+        alignas(64) float turned[kHeadDimMost];
+        for (int64_t g = 0; g < shared_; g++) {
+            turn_head(qkv_ + row * width_ + (kv_head * shared_ + g) * dim_, dim_, layer_.query_norm, plan_.eps,
+                      cosines(row), sines(row), scale_, turned);
+            uint32_t* to = words + g * steps_;
+            for (int64_t i = 0; i < dim_; i += kLanes) E::put_lanes(to + i / E::kPack, load<Lanes>(turned + i));
+        }
+    }
+
+    // Where the tokens [first, first + 16 groups) of a sequence lie. A block size that sixteen does not divide is
+    // copied into the worker's buffers, in the same layout.
+    int64_t locate(const Sequence& sequence, int64_t kv_head, int64_t first, int64_t groups, Attention::Local& local,
+                   const uint32_t** keys, const uint32_t** values) const {
+        const int64_t group_words = kLanes / E::kPack * dim_;
+        if (block_size_ % kLanes == 0) {
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t token = first + group * kLanes, offset = token % block_size_;
+                const uint32_t* base = keys_of(block_of(sequence, token), kv_head);
+                keys[group] = base + offset;
+                values[group] = base + half_words_ + offset / E::kPack * dim_;
+            }
+            return block_size_;
+        }
+        local.keys.assign(groups * group_words, 0u);
+        local.values.assign(groups * group_words, 0u);
+        const int64_t end = std::min<int64_t>(first + groups * kLanes, sequence.start + sequence.count);
+        for (int64_t token = first; token < end; token++) {
+            const int64_t offset = token % block_size_, group = (token - first) / kLanes, lane = (token - first) % kLanes;
+            const uint32_t* base = keys_of(block_of(sequence, token), kv_head);
+            uint32_t* key = local.keys.data() + group * group_words;
+            for (int64_t step = 0; step < steps_; step++) key[step * kLanes + lane] = base[step * block_size_ + offset];
+            if (token % E::kPack != 0 && token != first) continue;  // its word came with the token before
+            const uint32_t* value = base + half_words_ + offset / E::kPack * dim_;
+            std::copy(value, value + dim_, local.values.data() + group * group_words + lane / E::kPack * dim_);
+        }
+        for (int64_t group = 0; group < groups; group++) {
+            keys[group] = local.keys.data() + group * group_words;
+            values[group] = local.values.data() + group * group_words;
+        }
+        return kLanes;
+    }
+
+    // Queries of `rows` rows from `row` on over the tokens [first, first + 16 groups), going on from the spans before.
+    void span(const AttentionWork& work, const Sequence& sequence, int64_t kv_head, int64_t row, int64_t rows,
+              int64_t first, int64_t groups, Attention::Local& local) const {
+        const uint32_t *keys[kSpanMost / kLanes + kGroups], *values[kSpanMost / kLanes];
+        const int64_t stride = locate(sequence, kv_head, first, groups, local, keys, values);
+        const int64_t count = rows * shared_, lds = kSpanMost, ldw = kSpanMost / E::kPack;
+        for (int64_t group = 0; group < groups;) {
+            const int64_t taken = std::min<int64_t>(kGroups, groups - group);
+            // While keys are multiplied their values come nearer, and with them the next keys.
+            const uint32_t* const* ahead = group + kGroups + taken <= groups ? keys + group + kGroups : nullptr;
+            float* scores = local.scores.data() + group * kLanes;
+            const uint32_t* queries = local.queries.data();
+            switch (taken) {
+                case 1: score_groups<E, 1>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
+                case 2: score_groups<E, 2>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
+                case 3: score_groups<E, 3>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
+                default: score_groups<E, 4>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds);
+            }
+            group += taken;
+        }
+        for (int64_t q = 0; q < count; q++) {
+            const int64_t position = sequence.start + row + q / shared_, width = groups * kLanes;
+            const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
+            const int64_t low = work.window ? std::clamp<int64_t>(position + 1 - work.window - first, 0, high) : 0;
+            uint32_t* weights = local.weights.data() + q * ldw;
+            if (low == high)
+                std::fill(weights, weights + width / E::kPack, 0u);
+            else
+                weigh<E>(local.scores.data() + q * lds, groups, low, high, weights, &local.bests[q], &local.totals[q],
+                         local.mixed.data() + q * dim_, dim_);
+        }
+        mix_all<E>(values, groups, dim_, local.weights.data(), ldw, count, local.mixed.data());
+    }
+
+    void clear(Attention::Local& local, int64_t count) const {
+        std::fill_n(local.bests.begin(), count, kHidden);
+        std::fill_n(local.totals.begin(), count, 0.0f);
+        std::fill_n(local.mixed.begin(), count * dim_, 0.0f);
+    }
+
+    void tile(const AttentionWork& work, const AttentionWork::Tile& tile, int64_t kv_head,
+              Attention::Local& local) const {
+        const Sequence& sequence = input_.sequence[tile.sequence];
+        const int64_t count = tile.rows * shared_, from = sequence.start + tile.row, end = from + tile.rows;
+        for (int64_t row = 0; row < tile.rows; row++)
+            queries_of(sequence.row + tile.row + row, kv_head, local.queries.data() + row * shared_ * steps_);
+        clear(local, count);
+        const int64_t first = work.window ? std::max<int64_t>(0, from + 1 - work.window) / kSpanLeast * kSpanLeast : 0;
+        for (int64_t token = first; token < end; token += kSpanLeast) {
+            const int64_t groups = (std::min(kSpanLeast, end - token) + kLanes - 1) / kLanes;
+            span(work, sequence, kv_head, tile.row, tile.rows, token, groups, local);
+        }
+        for (int64_t q = 0; q < count; q++) {
+            float* to = out_ + (sequence.row + tile.row + q / shared_) * plan_.heads * dim_ +
+                        (kv_head * shared_ + q % shared_) * dim_;
+            finish(to, local.mixed.data() + q * dim_, 1.0f / local.totals[q]);
+        }
+    }
+
+    void finish(float* to, const float* from, float scale) const {
+        for (int64_t i = 0; i < dim_; i += kLanes) store(to + i, load<Lanes>(from + i) * scale);
+    }
+
+    void decode(const AttentionWork& work, const AttentionWork::Decode& part, int64_t kv_head,
+                Attention::Local& local) const {
+        const Sequence& sequence = input_.sequence[part.sequence];
+        const int64_t context = sequence.start + 1, size = span_of(context);
+        const int64_t first = first_seen(context, work.window), spans = spans_of(context, work.window);
+        if (part.span + part.spans == spans) write_one(sequence, 0, kv_head, local.mixed.data());
+        queries_of(sequence.row, kv_head, local.queries.data());
+        float* out = out_ + sequence.row * plan_.heads * dim_ + kv_head * shared_ * dim_;
+        float* partials = whole_.partials_.data() +
+                          (work.partial[part.sequence] + kv_head * spans) * shared_ * (dim_ + 2);
+        for (int64_t number = part.span; number < part.span + part.spans; number++) {
+            clear(local, shared_);
+            const int64_t token = first + number * size, tokens = std::min(size, context - token);
+            span(work, sequence, kv_head, 0, 1, token, (tokens + kLanes - 1) / kLanes, local);
+            for (int64_t g = 0; g < shared_; g++) {
+                const float* mixed = local.mixed.data() + g * dim_;
+                if (spans == 1) {
+                    finish(out + g * dim_, mixed, 1.0f / local.totals[g]);
+                    continue;
+                }
+                float* partial = partials + (number * shared_ + g) * (dim_ + 2);
+                std::copy(mixed, mixed + dim_, partial);
+                partial[dim_] = local.bests[g];
+                partial[dim_ + 1] = local.totals[g];
+            }
+        }
+        if (spans == 1) return;
+        std::atomic<int32_t>& done = whole_.finished_[part.sequence * plan_.kv_heads + kv_head];
+        if (done.fetch_add(part.spans, std::memory_order_acq_rel) + part.spans < spans) return;
+        done.store(0, std::memory_order_relaxed);
+        for (int64_t g = 0; g < shared_; g++) join(partials + g * (dim_ + 2), spans, out + g * dim_);
+    }
+
+    // The parts of one query's context, in order.
+    void join(const float* partials, int64_t spans, float* out) const {
+        const int64_t stride = shared_ * (dim_ + 2);
+        float best = kHidden, total = 0;
+        for (int64_t i = 0; i < spans; i++) best = std::max(best, partials[i * stride + dim_]);
+        std::fill(out, out + dim_, 0.0f);
+        for (int64_t i = 0; i < spans; i++) {
+            const float* partial = partials + i * stride;
+            const float weight = std::exp(partial[dim_] - best);
+            total += partial[dim_ + 1] * weight;
+            for (int64_t j = 0; j < dim_; j += kLanes)
+                store(out + j, load<Lanes>(partial + j) * weight + load<Lanes>(out + j));
+        }
+        finish(out, out, 1.0f / total);
+    }
+
+    // The first token that a decode reads: the start of the vector that holds the first one in its window.
+    static int64_t first_seen(int64_t context, int64_t window) {
+        return window ? std::max<int64_t>(0, context - window) / kLanes * kLanes : 0;
+    }
+
+    static int64_t spans_of(int64_t context, int64_t window) {
+        const int64_t size = span_of(context);
+        return (context - first_seen(context, window) + size - 1) / size;
+    }
+
+    friend class Attention;
+
+    Attention& whole_;
+    const Plan& plan_;
+    const StepInput& input_;
+    const Layer& layer_;
+    const float* qkv_;
+    uint32_t* cache_;
+    float* out_;
+    const int64_t dim_, block_size_, shared_, steps_, width_, half_words_;
+    const float scale_;
+};
+
+Attention::Attention(const Plan& plan, int workers) : plan_(plan), locals_(workers) {
+    const int64_t shared = plan.heads / plan.kv_heads, queries = std::max(shared, kTileQueries);
+    for (Local& local : locals_) {
+        local.queries.resize(queries * plan.head_dim);
+        local.weights.resize(queries * kSpanMost);
+        local.scores.resize(queries * kSpanMost);
+        local.mixed.resize(queries * plan.head_dim);
+        local.totals.resize(queries);
+        local.bests.resize(queries);
+    }
+}
+
+void Attention::begin(const StepInput& input, const float* cosines, const float* sines) {
+    input_ = &input;
+    cosines_ = cosines;
+    sines_ = sines;
+    works_.clear();
+    writes_.clear();
+    for (int32_t index = 0; index < input.sequences; index++) {
+        const Sequence& sequence = input.sequence[index];
+        if (sequence.count == 1) continue;
+        for (int32_t row = 0; row < sequence.count;) {
+            const int64_t left = plan_.block_size - (sequence.start + row) % plan_.block_size;
+            const int32_t rows = int32_t(std::min<int64_t>(left, sequence.count - row));
+            writes_.push_back({index, row, rows});
+            row += rows;
+        }
+    }
+    const int64_t counters = input.sequences * plan_.kv_heads;
+    if (finished_size_ < counters) {
+        finished_.reset(new std::atomic<int32_t>[counters]());
+        finished_size_ = counters;
+    }
+}
+
+void Attention::run(Pool& pool, const Layer& layer, const float* qkv, uint32_t* cache, float* out) {
+    const AttentionWork& work = work_for(layer.window);
+    if (plan_.kv_bfloat16)
+        LayerAttention<Bfloat16>(*this, layer, qkv, cache, out).run(pool, work);
+    else
+        LayerAttention<Float32>(*this, layer, qkv, cache, out).run(pool, work);
+}
+
+const AttentionWork& Attention::work_for(int64_t window) {
+    for (const AttentionWork& work : works_)
+        if (work.window == window) return work;
+    works_.push_back(cut(window));
+    grow(partials_, works_.back().partials);
+    return works_.back();
+}
+
+AttentionWork Attention::cut(int64_t window) const {
+    AttentionWork work;
+    work.window = window;
+    work.partial.resize(input_->sequences);
+    const int64_t shared = plan_.heads / plan_.kv_heads;
+    const int32_t tile_rows = int32_t(std::max<int64_t>(1, kTileQueries / shared));
+    int64_t places = 0, all_spans = 0;
+    for (int32_t index = 0; index < input_->sequences; index++) {
+        const Sequence& sequence = input_->sequence[index];
+        if (sequence.count == 1) all_spans += LayerAttention<Float32>::spans_of(sequence.start + 1, window);
+    }
+    // Pieces enough for every worker to have some, and no more: each turns its queries anew.
+    const int64_t pieces = 16 * int64_t(locals_.size());
+    const int32_t most = int32_t(std::clamp<int64_t>(all_spans * plan_.kv_heads / pieces, 1, 4));
+    for (int32_t index = 0; index < input_->sequences; index++) {
+        const Sequence& sequence = input_->sequence[index];
+        if (sequence.count == 1) {
+            const int32_t spans = int32_t(LayerAttention<Float32>::spans_of(sequence.start + 1, window));
+            work.partial[index] = places;
+            if (spans > 1) places += spans * plan_.kv_heads;
+            for (int32_t span = 0; span < spans; span += most)
+                work.decodes.push_back({index, span, std::min(most, spans - span)});
+            continue;
+        }
+        for (int32_t row = 0; row < sequence.count; row += tile_rows)
+            work.tiles.push_back({index, row, std::min(tile_rows, sequence.count - row)});
+    }
+    // The last rows of a chunk see the most keys: the largest pieces go first.
+    std::reverse(work.tiles.begin(), work.tiles.end());
+    work.partials = places * shared * (plan_.head_dim + 2);
+    return work;
+}
+
+}  // namespace meterhouse
