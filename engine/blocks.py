@@ -83,6 +83,10 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return block in self._free
 
+    def is_sole(self, block: int) -> bool:
+        """Whether one table alone refers to it."""
+        return self._blocks[block].references == 1
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks of nobody's, the longest unused first; what they held is forgotten."""
         if count > len(self._free):

@@ -13,8 +13,12 @@ computed the prompt, and then take its blocks.
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from engine.types import EngineError, Finish, ModelInfo, PromptTooLong, Request, SamplingParams, TokenCounts
+
+if TYPE_CHECKING:
+    from engine.fairness import Tenant
 
 
 class Status(Enum):
@@ -94,18 +98,28 @@ class SequenceGroup:
     __slots__ = (
         "arrival",
         "arrived_us",
+        "backlog",
+        "blocks",
+        "blocks_since_us",
         "cache_root",
         "cached",
         "ceiling",
         "ceiling_final",
         "completion",
+        "compute_us",
+        "kv_block_us",
+        "num_open",
+        "preemptions",
         "prompt",
         "queue_us",
         "recomputed",
         "request",
         "sequences",
         "started",
+        "tenant",
     )
+
+    tenant: Tenant  # set when it is queued
 
     def __init__(self, request: Request, *, arrival: int, cache_root: bytes, arrived_us: int = 0) -> None:
         self.request = request
@@ -120,6 +134,14 @@ class SequenceGroup:
         self.cached = 0
         self.completion = 0
         self.recomputed = 0
+        self.backlog = 0  # prompt tokens neither planned nor found in the cache yet, while it is queued or runs
+        self.num_open = request.n  # choices that have not ended
+        # What it cost, whoever pays: see `types.Cost`.
+        self.compute_us = 0
+        self.kv_block_us = 0  # up to `blocks_since_us`, since when its choices hold `blocks` in their tables
+        self.blocks = 0
+        self.blocks_since_us = 0
+        self.preemptions = 0
         self.sequences = [Sequence(self, index) for index in range(request.n)]
 
     @property
