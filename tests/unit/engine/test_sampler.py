@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import Sampled, Sampler, uniform
+from engine.nucleus import Limits, candidates
+from engine.randomness import stream_key, uniforms
+from engine.rows import Scratch, rows_of
+from engine.sampler import Sampled, Sampler
 from engine.sequence import Sequence, SequenceGroup
 from engine.types import Request, SamplingParams
 
@@ -37,11 +41,19 @@ def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def sampler(vocab: int = VOCAB) -> Sampler:
-    return Sampler(vocab, (EOS,), "cpu")
+    return Sampler(vocab, (EOS,))
 
 
 def tokens(drawn: list[Sampled]) -> list[int]:
     return [one.token_id for one in drawn]
+
+
+def changed_scores(scores: torch.Tensor, sequences: list[Sequence], drawer: Sampler | None = None) -> torch.Tensor:
+    """The scores after everything that comes before temperature."""
+    drawer = drawer or sampler(scores.shape[-1])
+    changed = scores.clone()
+    drawer._batch_of(sequences).change(rows_of(changed, Scratch()))
+    return changed
 
 
 def greedy(**fields: Any) -> SamplingParams:
@@ -58,31 +70,12 @@ def test_greedy_is_the_most_likely_token() -> None:
         assert tokens(sampler().sample(scores.to(dtype), [sequence(greedy())] * 4)) == expected
 
 
-def test_logits_are_not_changed() -> None:
-    scores = logits(1)
-    before = scores.clone()
-    everything = SamplingParams(
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.3,
-        presence_penalty=1.0,
-        frequency_penalty=1.0,
-        logit_bias={3: 5.0},
-        min_tokens=3,
-        logprobs=3,
-    )
-    sampler().sample(scores, [sequence(everything, output=(4,))])
-    assert torch.equal(scores, before)
-
-
 def test_end_and_stop_tokens_wait_for_min_tokens() -> None:
     scores = torch.zeros(1, VOCAB)
     scores[0, EOS], scores[0, 8], scores[0, 9] = 30.0, 20.0, 10.0
     params = greedy(min_tokens=2, stop_token_ids=(8,))
     for output, expected in (((), 9), ((5,), 9), ((5, 5), EOS)):
-        assert tokens(sampler().sample(scores, [sequence(params, output=output)])) == [expected]
+        assert tokens(sampler().sample(scores.clone(), [sequence(params, output=output)])) == [expected]
 
 
 def test_bias_forces_and_forbids() -> None:
@@ -112,7 +105,7 @@ def test_penalties_against_their_definitions(
         expected[token] -= presence * (token in output) + frequency * output.count(token)
     params = greedy(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     pair = [sequence(params, prompt=tuple(prompt), output=tuple(output)), sequence(greedy())]
-    changed = sampler(41)._processed(scores, pair, [one.sampling for one in pair])
+    changed = changed_scores(scores, pair)
     torch.testing.assert_close(changed[0], expected)
     assert torch.equal(changed[1], scores[1])
 
@@ -123,7 +116,7 @@ def test_repetition_penalty_equals_transformers() -> None:
     scores = logits(1)
     one = sequence(greedy(repetition_penalty=1.7), prompt=(3, 3, 9), output=(20, 21, 20))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([one.tokens]), scores.clone())
-    assert torch.equal(sampler()._processed(scores, [one], [one.sampling]), expected)
+    assert torch.equal(changed_scores(scores, [one]), expected)
 
 
 # ---- the distribution ----
@@ -161,12 +154,23 @@ GRID = (
 
 
 def kept_tokens(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """[rows, vocab]: which tokens the sampler may draw."""
-    drawer = sampler(scores.shape[-1])
-    column = torch.tensor([[one.temperature] for one in params])
-    scaled = (scores - scores.amax(-1, keepdim=True)) / column
-    threshold = drawer._thresholds(scaled, scaled.exp(), params)
-    return torch.ones_like(scaled, dtype=torch.bool) if threshold is None else scaled >= threshold
+    """[rows, vocab]: which tokens the sampler may draw where it knows them all."""
+    vocab = scores.shape[-1]
+    limits = Limits(
+        top_k=np.array([one.top_k if one.top_k < vocab else 0 for one in params]),
+        top_p=np.array([one.top_p for one in params]),
+        min_p=np.array([math.log(one.min_p) if one.min_p else -math.inf for one in params], dtype=np.float32),
+        scales=np.array([1 / one.temperature for one in params], dtype=np.float32),
+    )
+    kept = torch.zeros(scores.shape, dtype=torch.bool)
+    with np.errstate(all="ignore"):
+        groups, wide = candidates(rows_of(scores.clone(), Scratch()), limits)
+    for group in groups:
+        for row, ids, weights in zip(group.rows, group.tokens, group.weights, strict=True):
+            kept[row, ids[weights > 0]] = True
+    kept[wide] = True
+    kept[(limits.top_k == 0) & (limits.top_p == 1.0) & (limits.min_p == -np.inf)] = True  # never asked of candidates
+    return kept
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
@@ -176,6 +180,22 @@ def test_what_is_kept_equals_transformers(scale: float) -> None:
     for row, params in enumerate(GRID):
         expected = warped(scores[row : row + 1], params)[0] > 0
         assert int((kept[row] != expected).sum()) == 0, params
+
+
+@pytest.mark.parametrize("vocab", [49152, 32003])
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_what_is_kept_of_a_large_vocabulary_equals_transformers(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, scale: float
+) -> None:
+    """From the first look, from the second, and for tokens drawn from a nucleus that nobody has seen."""
+    monkeypatch.setattr("engine.nucleus._WIDE", 2.0)
+    grid = [*GRID, SamplingParams(top_p=0.999), SamplingParams(top_p=0.6, min_p=1e-4), SamplingParams(top_k=5000)]
+    scores = logits(len(grid), seed=4, vocab=vocab) * scale
+    kept = kept_tokens(scores, grid)
+    for row, params in enumerate(grid):
+        expected = warped(scores[row : row + 1], params)[0] > 0
+        # Where thousands of tokens are about as likely, float32 sums put the border of top_p some tokens apart.
+        assert int((kept[row] != expected).sum()) <= 1e-4 * vocab, params
 
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
@@ -216,13 +236,18 @@ def test_draws_follow_the_warped_distribution(params: SamplingParams) -> None:
 
 def test_extreme_temperatures_and_numbers_stay_inside_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = logits(3)
-    cold = SamplingParams(temperature=1e-30)
-    assert tokens(sampler().sample(scores, [sequence(cold)] * 3)) == scores.argmax(-1).tolist()
+    for cold in (1e-30, 1e-300):
+        params = SamplingParams(temperature=cold)
+        assert tokens(sampler().sample(scores.clone(), [sequence(params)] * 3)) == scores.argmax(-1).tolist()
+    best = [set(row.topk(2).indices.tolist()) for row in scores]
+    possible = scores.clone()
+    possible[:, 900:] = -math.inf
     for number in (0.0, 1.0 - 2.0**-53):
-        monkeypatch.setattr("engine.sampler.uniform", lambda _, number=number: number)
-        best = [set(row.topk(2).indices.tolist()) for row in scores]
-        drawn = tokens(sampler().sample(scores, [sequence(SamplingParams(top_k=2))] * 3))
+        monkeypatch.setattr("engine.sampler.uniforms", lambda keys, *_, number=number: np.full(len(keys), number))
+        drawn = tokens(sampler().sample(scores.clone(), [sequence(SamplingParams(top_k=2))] * 3))
         assert all(token in kept for token, kept in zip(drawn, best, strict=True))
+        drawn = tokens(sampler().sample(possible.clone(), [sequence(SamplingParams())] * 3))
+        assert all(token < 900 for token in drawn)
 
 
 # ---- streams ----
@@ -240,7 +265,7 @@ def test_a_seeded_stream_is_the_same_alone_and_in_any_batch() -> None:
     ] * 3
     sequences = [sequence(params, output=tuple(range(row % 4)), index=row % 2) for row, params in enumerate(kinds)]
     scores = logits(len(sequences), seed=11, vocab=49152)
-    drawer = Sampler(49152, (EOS,), "cpu")
+    drawer = Sampler(49152, (EOS,))
     together = drawer.sample(scores, sequences)
     for row, one in enumerate(sequences):
         assert drawer.sample(scores[row : row + 1], [one])[0] == together[row]
@@ -248,26 +273,43 @@ def test_a_seeded_stream_is_the_same_alone_and_in_any_batch() -> None:
     assert drawer.sample(scores[backwards], [sequences[row] for row in backwards]) == together[::-1]
 
 
-def test_seed_choice_and_position_each_change_the_draw() -> None:
+def number(one: Sequence, attempt: int = 0) -> float:
+    """What decides the next token of a sequence."""
+    keys = np.array([stream_key(one.request, one.index)], dtype=np.uint64)
+    return float(uniforms(keys, np.array([one.num_sampled]), attempt)[0])
+
+
+def test_seed_choice_position_and_attempt_each_change_the_draw() -> None:
     seeded = SamplingParams(seed=9)
-    base = uniform(sequence(seeded))
-    assert base == uniform(sequence(seeded, request_id="another"))
+    base = number(sequence(seeded))
+    assert base == number(sequence(seeded, request_id="another"))
     others = [
-        uniform(sequence(SamplingParams(seed=10))),
-        uniform(sequence(seeded, index=1)),
-        uniform(sequence(seeded, output=(5,))),
-        uniform(sequence(SamplingParams(), request_id="a")),
-        uniform(sequence(SamplingParams(), request_id="b")),
+        number(sequence(SamplingParams(seed=10))),
+        number(sequence(seeded, index=1)),
+        number(sequence(seeded, output=(5,))),
+        number(sequence(seeded), attempt=1),
+        number(sequence(SamplingParams(), request_id="a")),
+        number(sequence(SamplingParams(), request_id="b")),
     ]
-    assert len({base, *others}) == 6
-    assert uniform(sequence(seeded, output=(5,))) == uniform(sequence(seeded, prompt=(1,) * 9, output=(6,)))
+    assert len({base, *others}) == 7
+    assert number(sequence(seeded, output=(5,))) == number(sequence(seeded, prompt=(1,) * 9, output=(6,)))
 
 
-def test_the_numbers_are_uniform() -> None:
-    numbers = torch.tensor([uniform(sequence(request_id=str(number))) for number in range(20_000)])
-    assert 0 <= float(numbers.min()) < float(numbers.max()) < 1
-    counts = torch.histc(numbers, bins=50, min=0, max=1)
-    assert float(((counts - 400) ** 2 / 400).sum()) < chi_square_limit(49)
+@pytest.mark.parametrize("along", ["seeds", "positions", "attempts"])
+def test_the_numbers_are_uniform_and_not_correlated(along: str) -> None:
+    count = 20_000
+    if along == "seeds":
+        drawn = np.array([number(sequence(SamplingParams(seed=seed))) for seed in range(count)])
+    elif along == "positions":
+        drawn = uniforms(np.full(count, 42, dtype=np.uint64), np.arange(count))
+    else:
+        key, place = np.array([42], dtype=np.uint64), np.array([3])
+        drawn = np.array([uniforms(key, place, attempt)[0] for attempt in range(count)])
+    assert 0 <= drawn.min() < drawn.max() < 1
+    counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
+    assert ((counts - count / 50) ** 2 / (count / 50)).sum() < chi_square_limit(49)
+    pairs = np.histogram2d(drawn[:-1], drawn[1:], bins=10, range=((0, 1), (0, 1)))[0]
+    assert ((pairs - count / 100) ** 2 / (count / 100)).sum() < chi_square_limit(99)
 
 
 # ---- log-probabilities ----
@@ -276,8 +318,8 @@ def test_the_numbers_are_uniform() -> None:
 def test_logprobs_are_of_the_raw_logits() -> None:
     scores = logits(3)
     params = [greedy(logprobs=3, logit_bias={42: 100.0}), SamplingParams(temperature=0.5, logprobs=0), greedy()]
-    drawn = sampler().sample(scores, [sequence(one) for one in params])
     expected = scores.log_softmax(-1)
+    drawn = sampler().sample(scores, [sequence(one) for one in params])
     first, second, third = (one.logprob for one in drawn)
     assert first is not None
     assert second is not None
