@@ -9,26 +9,30 @@ Source: https://github.com/huggingface/peft (LoraConfig, lora.layer); rsLoRA: ht
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from engine.models.config import ModelConfig
 from engine.types import AdapterRef, AdapterRejected
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 _SIDES = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"} | {
     "gate_proj": "mlp",
@@ -44,6 +48,7 @@ _TENSOR = re.compile(
 # Patterns come from whoever made the adapter: only what Python's `re` matches in polynomial time is taken.
 _SAFE_PATTERN = re.compile(r"(?:[\w^$\\-]|\.\*?){1,256}", re.ASCII)
 _WILDCARDS_MAX = 2
+_NUMBER_MAX = 1e30  # of a rank or alpha: whatever is done with it stays a float
 _PATTERNS_MAX = 512  # each is tried on every module, while nobody's tokens are computed
 
 # Features of PEFT that change what is computed, and are not computed here. Each is off when absent or falsy.
@@ -83,10 +88,9 @@ def digest_folder(path: Path) -> str:
     """SHA-256 in hex over both files' bytes, each after its length (8 bytes, big-endian). Raises `AdapterRejected`."""
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with _opened(path, name) as file:
-            length = os.fstat(file.fileno()).st_size
+        with _opened(path, name) as (file, length):
             digest.update(length.to_bytes(8, "big"))
-            while chunk := file.read(1 << 20):
+            while chunk := os.read(file, _CHUNK_BYTES):
                 digest.update(chunk)
                 length -= len(chunk)
         if length:
@@ -98,12 +102,12 @@ def read_adapter(ref: AdapterRef, model: ModelConfig, *, max_rank: int, dtype: t
     """Read and check the folder of `ref`; what is returned is what was digested. Raises `AdapterRejected`."""
     folder = Path(ref.path)
     raw_config = _read(folder, CONFIG_FILE, _CONFIG_BYTES_MAX)
-    raw_weights = _read(folder, WEIGHTS_FILE, _weights_bytes_max(model, max_rank))
+    raw_weights = _read(folder, WEIGHTS_FILE, _header_bytes_max(model) + _tensor_bytes_max(model, max_rank))
     digest = _digest([raw_config, raw_weights])
     if ref.digest and ref.digest != digest:
         raise AdapterRejected("the adapter's files are not those that were registered (their digest differs)")
-    config = _parse_config(raw_config)
-    tensors = _parse_tensors(raw_weights)
+    config = _parse_config(raw_config.tobytes())
+    tensors = _parse_tensors(raw_weights, _header_bytes_max(model))
     pairs = _pair(tensors)
     _check_targets(config, set(pairs), model)
     weights = {place: _module(place, a, b, config, model, max_rank, dtype) for place, (a, b) in sorted(pairs.items())}
@@ -133,43 +137,65 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _opened(folder: Path, name: str) -> Iterator[BinaryIO]:
-    path = folder / name
+def _opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
+    """A descriptor of the file and its size. Nothing else is read: a link may lead anywhere, a pipe has no end."""
+    file = -1
     try:
         if not folder.is_dir():
             raise AdapterRejected("the adapter's path is not a folder that the engine can read")
-        if name == WEIGHTS_FILE and not path.exists() and (folder / "adapter_model.bin").exists():
-            raise AdapterRejected(
-                f"the adapter is pickled (adapter_model.bin), which can run code; save it as {WEIGHTS_FILE}"
-            )
-        if not path.is_file():
-            raise AdapterRejected(f"the adapter has no {name}")
-        with path.open("rb") as file:
-            yield file
+        file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise AdapterRejected(f"the adapter's {name} is not a regular file")
+        yield file, found.st_size
     except OSError as error:
-        raise AdapterRejected(f"the adapter's {name} cannot be read ({error.strerror})") from error
+        raise AdapterRejected(_why_closed(folder, name, error)) from error
+    finally:
+        if file >= 0:
+            os.close(file)
 
 
-def _read(folder: Path, name: str, bytes_max: int) -> bytes:
-    with _opened(folder, name) as file:
-        data = file.read(bytes_max + 1)
-    if len(data) > bytes_max:
-        raise AdapterRejected(f"the adapter's {name} is larger than any that fits this model ({bytes_max} bytes)")
+def _why_closed(folder: Path, name: str, error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return f"the adapter's {name} is a symbolic link; the folder must hold the file itself"
+    if error.errno != errno.ENOENT:
+        return f"the adapter's {name} cannot be read ({error.strerror})"
+    if name == WEIGHTS_FILE and os.path.lexists(folder / "adapter_model.bin"):
+        return f"the adapter is pickled (adapter_model.bin), which can run code; save it as {WEIGHTS_FILE}"
+    return f"the adapter has no {name}"
+
+
+def _read(folder: Path, name: str, bytes_max: int) -> np.ndarray:
+    """The whole file [bytes] uint8. Long calls release the interpreter's lock: steps go on meanwhile."""
+    import numpy as np
+
+    with _opened(folder, name) as (file, length):
+        if length > bytes_max:
+            raise AdapterRejected(f"the adapter's {name} is larger than any that fits this model ({bytes_max} bytes)")
+        data = np.empty(length, np.uint8)
+        done = 0
+        while done < length and (count := os.readv(file, [data.data[done:]])):
+            done += count
+    if done < length:
+        raise AdapterRejected(f"the adapter's {name} changed while it was read")
     return data
 
 
-def _digest(files: list[bytes]) -> str:
+def _digest(files: list[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for data in files:
         digest.update(len(data).to_bytes(8, "big"))
-        digest.update(data)
+        digest.update(data.data)
     return digest.hexdigest()
 
 
-def _weights_bytes_max(model: ModelConfig, max_rank: int) -> int:
-    """What every projection at the highest rank takes in float32, and room for the header."""
-    elements = sum(inputs + outputs for inputs, outputs in shapes(model).values()) * model.layers * max_rank
-    return 4 * elements + 1024 * model.layers + (1 << 20)
+def _header_bytes_max(model: ModelConfig) -> int:
+    return 2048 * model.layers + (1 << 20)
+
+
+def _tensor_bytes_max(model: ModelConfig, max_rank: int) -> int:
+    """What every projection at the highest rank takes in float32."""
+    return 4 * sum(inputs + outputs for inputs, outputs in shapes(model).values()) * model.layers * max_rank
 
 
 # ---- configuration ----
@@ -184,7 +210,8 @@ class _LoraConfig:
     rslora: bool
     targets: str | list[str]
     excluded: str | list[str]
-    layers: list[int] | None  # None: all
+    layers: frozenset[int] | None  # None: all
+    base: str  # what the base model was called where it was trained
 
     def scaling(self, module: str, rank: int) -> float:
         alpha: float = _by_pattern(self.alpha_pattern, module, self.alpha)
@@ -199,7 +226,6 @@ def _parse_config(data: bytes) -> _LoraConfig:
     if not isinstance(raw, dict):
         raise AdapterRejected(f"the adapter's {CONFIG_FILE} is not a JSON object")
     _refuse_unsupported(raw)
-    layers = raw.get("layers_to_transform")
     patterns = {name: _patterns(raw, name) for name in ("rank_pattern", "alpha_pattern")}
     config = _LoraConfig(
         rank=_number(raw, "r", 8, whole=True),
@@ -207,20 +233,36 @@ def _parse_config(data: bytes) -> _LoraConfig:
         rslora=bool(raw.get("use_rslora")),
         targets=raw.get("target_modules") or [],
         excluded=raw.get("exclude_modules") or [],
-        layers=[layers] if isinstance(layers, int) else layers or None,
+        layers=_layers(raw.get("layers_to_transform")),
+        base=_base_name(raw.get("base_model_name_or_path")),
         **patterns,
     )
     for name, value in (("target_modules", config.targets), ("exclude_modules", config.excluded)):
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             raise AdapterRejected(f"{name} is neither a text nor a list of texts")
-    if config.layers is not None and not all(isinstance(layer, int) for layer in config.layers):
-        raise AdapterRejected("layers_to_transform is not a list of layer numbers")
     return config
 
 
+def _layers(value: Any) -> frozenset[int] | None:
+    layers = [value] if isinstance(value, int) else value or None
+    if layers is None:
+        return None
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise AdapterRejected("layers_to_transform is not a list of layer numbers")
+    return frozenset(layers)
+
+
+def _base_name(value: Any) -> str:
+    """The last part of a name or path, as far as it may be shown."""
+    name = re.split(r"[/\\]", value.rstrip("/\\"))[-1] if isinstance(value, str) else ""
+    return re.sub(r"[^\w .+-]", "", name, flags=re.ASCII)[:60]
+
+
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    if str(raw.get("peft_type", "LORA")).upper() != "LORA":
-        raise AdapterRejected(f"the adapter's type is {str(raw['peft_type'])[:40]!r}; only LORA is supported")
+    kind = raw.get("peft_type", "LORA")
+    if not isinstance(kind, str) or kind.upper() != "LORA":
+        shown = f" {kind[:40]!r}" if isinstance(kind, str) else " no text"
+        raise AdapterRejected(f"the adapter's type is{shown}; only LORA is supported")
     for feature, reason in _UNSUPPORTED.items():
         if raw.get(feature):
             raise AdapterRejected(reason)
@@ -234,7 +276,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 def _number(raw: dict[str, Any], name: str, default: int, *, whole: bool = False) -> Any:
     value = raw.get(name, default)
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not right or not math.isfinite(value) or (whole and value < 1):
+    if not right or not -_NUMBER_MAX < value < _NUMBER_MAX or (whole and value < 1):
         raise AdapterRejected(f"{name} must be a {'positive whole' if whole else 'finite'} number")
     return value
 
@@ -273,13 +315,16 @@ def _check_targets(config: _LoraConfig, found: set[tuple[int, str]], model: Mode
         return  # a regular expression from outside is not run: the tensors themselves say what is targeted
     if isinstance(config.excluded, str):
         return
+    targets, excluded = frozenset(names), frozenset(config.excluded)
+    ends = {(layer, name): _ends(layer, name) for layer in range(model.layers) for name in PROJECTIONS}
+    if config.targets != "all-linear" and (strange := targets.difference(*ends.values())):
+        raise AdapterRejected(f"target_modules names {min(strange)[:80]!r}, which this model does not have")
     expected = {
-        (layer, name)
-        for layer in range(model.layers)
-        for name in PROJECTIONS
-        if config.layers is None or layer in config.layers
-        if config.targets == "all-linear" or _ends_with(_module_name(layer, name), names)
-        if not _ends_with(_module_name(layer, name), config.excluded)
+        place
+        for place, names_of in ends.items()
+        if config.layers is None or place[0] in config.layers
+        if config.targets == "all-linear" or not targets.isdisjoint(names_of)
+        if excluded.isdisjoint(names_of)
     }
     if missing := sorted(expected - found):
         raise AdapterRejected(f"the adapter lacks the tensors of {_module_name(*missing[0])}, which is a target")
@@ -287,8 +332,10 @@ def _check_targets(config: _LoraConfig, found: set[tuple[int, str]], model: Mode
         raise AdapterRejected(f"the adapter has tensors of {_module_name(*odd[0])}, which is no target")
 
 
-def _ends_with(module: str, names: list[str]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _ends(layer: int, projection: str) -> set[str]:
+    """The names by which PEFT finds this module: its own, and its last parts."""
+    parts = _module_name(layer, projection).split(".")
+    return {".".join(parts[first:]) for first in range(len(parts))}
 
 
 def _module_name(layer: int, projection: str) -> str:
@@ -298,15 +345,13 @@ def _module_name(layer: int, projection: str) -> str:
 # ---- tensors ----
 
 
-def _parse_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def _parse_tensors(data: np.ndarray, header_bytes_max: int) -> dict[str, torch.Tensor]:
+    from engine.tensorfile import TensorFileError, parse_tensors
 
     try:
-        tensors: dict[str, torch.Tensor] = load(data)
-        return tensors
-    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
-        raise AdapterRejected(f"the adapter's {WEIGHTS_FILE} is truncated or damaged") from error
+        return parse_tensors(data, header_bytes_max=header_bytes_max)
+    except TensorFileError as error:
+        raise AdapterRejected(f"the adapter's {WEIGHTS_FILE} is truncated or damaged: {error}") from error
 
 
 def _pair(tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
@@ -355,13 +400,16 @@ def _module(
         if not tensor.is_floating_point():
             raise AdapterRejected(f"{module} {side} is not of floating-point numbers")
         if tuple(tensor.shape) != shape:
-            raise AdapterRejected(f"{module} {side} is {tuple(tensor.shape)}; this model and rank need {shape}")
+            made_for = f"; it was made for {config.base!r}" if config.base else ""
+            raise AdapterRejected(
+                f"{module} {side} is {tuple(tensor.shape)}; this model and rank need {shape}{made_for}"
+            )
     return _finite(a.float(), module, dtype), _finite(b.float() * config.scaling(module, rank), module, dtype)
 
 
 def _finite(tensor: torch.Tensor, module: str, dtype: torch.dtype) -> torch.Tensor:
     """In `dtype`, where a number may no longer fit: infinity would reach others through masked products."""
-    tensor = tensor.to(dtype)
+    tensor = tensor.to(dtype, copy=True)  # not a part of the file's bytes, which go
     if not tensor.isfinite().all():
         raise AdapterRejected(f"{module} holds a number that is not finite in {str(dtype).removeprefix('torch.')}")
     return tensor
