@@ -133,6 +133,7 @@ class EngineCore:
         digest = self.check(request)
         if request.id in self._texts:
             raise EngineError("a request of this id is open already")
+        request = self._with_bad_words(request)
         self._arrivals += 1
         group = SequenceGroup(
             request,
@@ -145,6 +146,19 @@ class EngineCore:
         self._texts[request.id] = texts
         if request.adapter:
             self.adapters.use(request.adapter.id)
+
+    def _with_bad_words(self, request: Request) -> Request:
+        """The request with its bad words as tokens, which is what the sampler reads."""
+        words = request.sampling.bad_words
+        if not words:
+            return request
+        try:
+            ids = request.sampling.bad_words_token_ids + self.tokenizer.bad_words(words)
+        except ValueError as error:
+            raise EngineError(f"bad_words: {error}") from error
+        return msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, bad_words_token_ids=ids)
+        )
 
     def refuse(self, request_id: str, reason: str) -> None:
         """Report a request that `add` refused, to a caller that cannot be told by an exception."""
@@ -299,6 +313,7 @@ class EngineCore:
             error=error or "the engine could not compute this request" if finish is Finish.ERROR else None,
             queue_us=group.queue_us or 0,
             paused=paused,
+            prompt_logprobs=group.take_prompt_logprobs(),
         )
 
     def _report(self, updates: list[Update]) -> StepOutput:

@@ -72,6 +72,7 @@ class Completion(msgspec.Struct):
     error: str | None = None  # set where this prompt alone could not be computed
     first_token_s: float | None = None
     finished_s: float = 0.0
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # where asked for: one a token, None for the first
 
     @property
     def text(self) -> str:
@@ -280,6 +281,8 @@ def _each(given: T | Sequence[T], count: int, what: str) -> Iterable[T]:
 def _add(completion: Completion, update: Update, now_s: float) -> None:
     completion.counts = update.counts
     completion.error = update.error
+    if update.prompt_logprobs is not None:
+        completion.prompt_logprobs = update.prompt_logprobs
     if completion.first_token_s is None and update.counts.completion:
         completion.first_token_s = now_s
     if update.finished:

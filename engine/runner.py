@@ -40,6 +40,7 @@ from kernels.native_step import NativePool
 
 log = logging.getLogger(__name__)
 
+_SCORED_ROWS = 64  # of a prompt whose log-probabilities are wanted, computed at once
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -101,12 +102,31 @@ class Runner:
         """
         if not plan.scheduled:
             return []
-        entries = _side_by_side(plan.scheduled)
-        logits = self._logits(_batch(entries, self.block_size))
+        entries = [left for entry in _side_by_side(plan.scheduled) if (left := self._score(entry)) is not None]
         sampling = [entry.sequence for entry in entries if entry.sample]
-        drawn = iter(self._sampler.sample(logits, sampling) if sampling else ())
-        tokens = {id(entry): next(drawn) if entry.sample else None for entry in entries}
-        return [tokens[id(entry)] for entry in plan.scheduled]
+        drawn: list[Sampled] = []
+        if entries:
+            logits = self._logits(_batch(entries, self.block_size))
+            drawn = self._sampler.sample(logits, sampling) if sampling else []
+        tokens = dict(zip(sampling, drawn, strict=True))
+        return [tokens.get(entry.sequence) for entry in plan.scheduled]
+
+    def _score(self, entry: Scheduled) -> Scheduled | None:
+        """Compute what wants the logits of a prompt, a few rows at a time, for a row of logits is a vocabulary long.
+
+        Returns what is left of the entry: all of it, or the row that a token is sampled from, or None.
+        """
+        sequence = entry.sequence
+        if not sequence.needs_prompt_logits:
+            return entry
+        end = entry.start + entry.count - entry.sample
+        for start in range(entry.start, end, _SCORED_ROWS):
+            count = min(_SCORED_ROWS, end - start)
+            batch = _batch([Scheduled(sequence, start, count, False)], self.block_size)
+            batch.wanted = list(range(count))
+            following = sequence.tokens[start + 1 : start + 1 + count]
+            self._sampler.score_prompt(self._logits(batch), sequence, start + 1, following)
+        return Scheduled(sequence, end, 1, True) if entry.sample else None
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         """[wanted rows, vocab] float32, to be read before the next step."""

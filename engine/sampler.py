@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine import penalties, restrictions
-from engine.logprobs import Logprobs
+from engine.logprobs import Logprobs, prompt_logprobs
 from engine.nucleus import Limits, candidates
 from engine.penalties import Penalties
 from engine.randomness import stream_key, uniforms
@@ -64,6 +64,16 @@ class Sampler:
             if logprobs is None:
                 return [Sampled(token) for token in tokens.tolist()]
             return list(map(Sampled, tokens.tolist(), logprobs.of(tokens)))
+
+    def score_prompt(self, logits: Tensor, sequence: Sequence, first: int, tokens: list[int]) -> None:
+        """Note in the sequence's group how likely these tokens of its prompt are, the first at position `first`.
+
+        `logits` [len(tokens), vocab_size] before each of them; they may be changed. Doing it again does the same.
+        """
+        found, count = sequence.group.prompt_logprobs, sequence.sampling.prompt_logprobs
+        assert found is not None
+        assert count is not None
+        found[first : first + len(tokens)] = prompt_logprobs(logits, tokens, count, self._scratch)
 
     def _batch_of(self, sequences: list[Sequence]) -> _Batch:
         """The batch of the last step if these are its sequences, each with the token drawn then, else a new one.

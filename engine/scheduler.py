@@ -28,6 +28,7 @@ for those behind it, up to `LOOKAHEAD` of them.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -230,11 +231,18 @@ class Scheduler:
             raise IntegrityError("the waiting lists are not the waiting sequences")
         if by_status[Status.FINISHED] or any(s.block_table for s in unfinished if s.status is not Status.RUNNING):
             raise IntegrityError("a sequence that does not run holds blocks, or is finished and unfinished")
-        for tenant in tenants:
-            groups = [group for group in self._groups.values() if group.tenant is tenant]
-            mine = [sequence for sequence in self._running if sequence.group.tenant is tenant]
-            held = sum(len(sequence.block_table) for sequence in mine)
-            sums = (len(groups), sum(group.backlog for group in groups), len(mine), held)
+        self._check_sums()
+
+    def _check_sums(self) -> None:
+        open_, backlog, running, blocks = (Counter[Tenant]() for _ in range(4))
+        for group in self._groups.values():
+            open_[group.tenant] += 1
+            backlog[group.tenant] += group.backlog
+        for sequence in self._running:
+            running[sequence.group.tenant] += 1
+            blocks[sequence.group.tenant] += len(sequence.block_table)
+        for tenant in self._fair.tenants.values():
+            sums = (open_[tenant], backlog[tenant], running[tenant], blocks[tenant])
             if sums != (tenant.open, tenant.backlog, tenant.running, tenant.blocks):
                 raise IntegrityError("a tenant's sums are not those of its sequences")
 
@@ -352,6 +360,7 @@ class Scheduler:
         aside: list[Tenant] = []
         while draft.budget > 0 and not draft.closed and (tenant := self._fair.take()) is not None:
             if self._go_on(draft, tenant) or self._come_in(draft, tenant):
+                self._fair.note_turn(tenant)
                 self._fair.offer(tenant)
             else:
                 aside.append(tenant)
@@ -364,10 +373,8 @@ class Scheduler:
         """Compute more of its oldest running prefill that can; False when there is none."""
         while tenant.prefills:
             sequence = tenant.prefills.pop(0)
-            if sequence.status is Status.RUNNING:
-                self._fair.begin(tenant)
-                if self._continue(draft, sequence):
-                    return True
+            if sequence.status is Status.RUNNING and self._continue(draft, sequence):
+                return True
         return False
 
     def _come_in(self, draft: _Draft, tenant: Tenant) -> bool:
@@ -397,7 +404,6 @@ class Scheduler:
             return False
         for victim in victims:
             self._preempt(draft, victim)
-        self._fair.begin(tenant)
         self._place(sequence, shared, computed)
         self._grow(sequence, self._missing(sequence, count))
         if source is not None:
@@ -409,8 +415,10 @@ class Scheduler:
         """The longest run of cached blocks it may reuse. Never its last token's: that one is always computed.
 
         Once begun, it reuses no more than it had, so that a preempted request's counts equal those of an
-        undisturbed one.
+        undisturbed one. None at all where the logits of its prompt are wanted: a cache holds none.
         """
+        if sequence.needs_prompt_logits:
+            return []
         limit = len(sequence.tokens) - 1
         if sequence.group.started:
             limit = min(limit, sequence.high_water)

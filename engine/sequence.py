@@ -15,7 +15,16 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from engine.types import EngineError, Finish, ModelInfo, PromptTooLong, Request, SamplingParams, TokenCounts
+from engine.types import (
+    EngineError,
+    Finish,
+    ModelInfo,
+    PromptTooLong,
+    Request,
+    SamplingParams,
+    TokenCounts,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from engine.fairness import Tenant
@@ -83,6 +92,12 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
+    def needs_prompt_logits(self) -> bool:
+        """The prompt's log-probabilities are asked for and not all known: it has to be computed, not reused."""
+        found = self.group.prompt_logprobs
+        return self.index == 0 and found is not None and len(found) < self.num_prompt
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
@@ -111,6 +126,7 @@ class SequenceGroup:
         "num_open",
         "preemptions",
         "prompt",
+        "prompt_logprobs",
         "queue_us",
         "recomputed",
         "request",
@@ -136,6 +152,10 @@ class SequenceGroup:
         self.recomputed = 0
         self.backlog = 0  # prompt tokens neither planned nor found in the cache yet, while it is queued or runs
         self.num_open = request.n  # choices that have not ended
+        # Those of the prompt's tokens, as far as they are computed; None: not asked for, or told.
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing stands before the first token
         # What it cost, whoever pays: see `types.Cost`.
         self.compute_us = 0
         self.kv_block_us = 0  # up to `blocks_since_us`, since when its choices hold `blocks` in their tables
@@ -149,6 +169,14 @@ class SequenceGroup:
         return TokenCounts(
             prompt=self.prompt, cached=self.cached, completion=self.completion, recomputed=self.recomputed
         )
+
+    def take_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """The log-probabilities of the prompt's tokens, once, when all are there."""
+        found = self.prompt_logprobs
+        if found is None or len(found) < len(self.request.prompt):
+            return None
+        self.prompt_logprobs = None
+        return found
 
     @property
     def unfinished(self) -> list[Sequence]:

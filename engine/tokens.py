@@ -99,6 +99,22 @@ class Tokenizer:
             raise ValueError("the text holds a token that the model does not know")
         return list(ids)
 
+    def bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Words that shall not be said as token ids, with vLLM's reading of them.
+
+        A word stands for itself at the beginning of a text, and for itself behind a space where that is another first
+        token and no more of them. Raises `ValueError` for text that is not Unicode or has no tokens.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain, spaced = (tuple(self.encode(lead + word.lstrip(), add_special_tokens=False)) for lead in ("", " "))
+            if not plain:
+                raise ValueError("a word without any token")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(found)
+
     def apply_chat(
         self,
         messages: list[dict[str, Any]],

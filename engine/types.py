@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None  # None: none; k: those of the prompt's tokens and the k most likely at each
-    bad_words: tuple[str, ...] = ()  # may not be completed; as tokens only once `Tokenizer.with_bad_words` saw them
+    bad_words: tuple[str, ...] = ()  # may not be completed; the core adds them to the ids below
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is sampled
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last of each is forbidden behind its others
 
@@ -217,6 +217,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # set with Finish.ERROR
     queue_us: int = 0  # time in the waiting queue before the first computed token
     paused: bool = False  # the token ceiling is reached and not final: the gateway must answer
+    # One for each token of the prompt, None for the first: in one update, with the first token's or before.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
