@@ -8,9 +8,10 @@ namespace meterhouse {
 namespace {
 
 constexpr int64_t kFewRows = 64;         // up to here each worker rounds the rows for itself: cheaper than a barrier
-constexpr int64_t kRowsOfPiece = 192;    // with more rows, a piece's rows: their operand stays in the second-level cache
+constexpr int64_t kOperandBytes = 384 << 10;  // with more rows, a piece's operand: it stays in the second-level cache
 constexpr int64_t kRowsOfRounding = 16;  // rows of a piece of the rounding's own region
-constexpr int64_t kPieceBytes = 40960;   // weights of a piece when rows are few: microseconds of reading memory
+constexpr int64_t kPieceBytes = 40 << 10;  // weights of a piece when rows are few: microseconds of reading memory
+constexpr int64_t kAheadBytes = 1536;    // what is fetched before it is read: the hardware's own fetching ends at a page
 
 int32_t allowed_forms = ~0;
 
@@ -120,9 +121,12 @@ void plan_job(Buffers& b, const Job& job) {
     Cut cut{&job, kernel, plan_operand(b, job, kernel->operand, padded_inputs(w.format, w.inputs)),
             panels_of(w.outputs, w.gated), panel_bytes(w.format, w.inputs), 0, 0, 0, b.pieces};
     cut.panels_of_piece = kernel->panels;
-    cut.rows_of_piece = kRowsOfPiece;
-    if (job.rows <= kFewRows) {
-        cut.rows_of_piece = job.rows;
+    cut.rows_of_piece = job.rows;
+    if (job.rows > kFewRows) {
+        const int64_t most = std::max<int64_t>(48, kOperandBytes / b.operands[size_t(cut.operand)].row_bytes);
+        const int64_t even = divided_up(job.rows, divided_up(job.rows, most));
+        cut.rows_of_piece = divided_up(even, kernel->rows) * kernel->rows;
+    } else {
         const int64_t wanted = std::max<int64_t>(1, kPieceBytes / cut.panel_bytes);
         cut.panels_of_piece = divided_up(wanted, kernel->panels) * kernel->panels;
     }
@@ -171,28 +175,47 @@ inline void store_some(float* to, Lanes v, int64_t count) {
     std::memcpy(to, &v, size_t(count) * 4);
 }
 
-// The product of one row and panel with what is added to it.
-inline Lanes sum_of(const Job& job, int64_t row, PanelOutputs out, const float* result) {
-    Lanes v = load<Lanes>(result);
-    if (job.bias) v += load_some(job.bias + out.first, out.valid);
-    if (job.addend) v += load_some(job.addend + row * job.lda + out.first, out.valid);
-    return v;
+// One panel of a tile's results, or a gate's and what it gates: [rows][16] at `result`, `stride` apart.
+template <Epilogue epilogue>
+void finish_panel(const Job& job, int64_t first_row, int64_t rows, int64_t panel, const float* result, int64_t stride) {
+    const Weight& w = *job.weight;
+    const PanelOutputs out = panel_outputs(panel, w.outputs, w.gated), up = panel_outputs(panel + 1, w.outputs, w.gated);
+    const auto sum = [&](int64_t row, PanelOutputs its, Lanes v) {
+        if (job.bias) v += load_some(job.bias + its.first, its.valid);
+        if (job.addend) v += load_some(job.addend + row * job.lda + its.first, its.valid);
+        return v;
+    };
+    for (int64_t r = 0; r < rows; r++, result += stride) {
+        const int64_t row = first_row + r;
+        float* to = job.out + row * job.ldo + out.first;
+        Lanes v = sum(row, out, load<Lanes>(result));
+        if (epilogue == Epilogue::swiglu) v = silu(v) * sum(row, up, load<Lanes>(result + kPanel));
+        if (epilogue == Epilogue::add) v += load_some(to, out.valid);
+        store_some(to, v, out.valid);
+    }
 }
 
-void finish_row(const Job& job, int64_t row, int64_t panel, int64_t panels, const float* result) {
-    const Weight& w = *job.weight;
-    float* to = job.out + row * job.ldo;
+template <Epilogue epilogue>
+void finish_panels(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float* result) {
+    for (int64_t p = 0; p < panels; p += epilogue == Epilogue::swiglu ? 2 : 1) {
+        finish_panel<epilogue>(job, row, rows, panel + p, result + p * kPanel, panels * kPanel);
+    }
+}
+
+void finish(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float* result) {
+    const auto its = job.epilogue == Epilogue::store ? finish_panels<Epilogue::store>
+                     : job.epilogue == Epilogue::add ? finish_panels<Epilogue::add>
+                                                     : finish_panels<Epilogue::swiglu>;
+    its(job, row, rows, panel, panels, result);
+}
+
+// The lines that a tile's results will be written to: fetched while it is computed.
+void fetch_out(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+    const bool gated = job.weight->gated;
     const int64_t step = job.epilogue == Epilogue::swiglu ? 2 : 1;
-    for (int64_t p = 0; p < panels; p += step, result += step * kPanel) {
-        const PanelOutputs out = panel_outputs(panel + p, w.outputs, w.gated);
-        Lanes v = sum_of(job, row, out, result);
-        if (job.epilogue == Epilogue::swiglu) {
-            const PanelOutputs up = panel_outputs(panel + p + 1, w.outputs, w.gated);
-            v = silu(v) * sum_of(job, row, up, result + kPanel);
-        } else if (job.epilogue == Epilogue::add) {
-            v += load_some(to + out.first, out.valid);
-        }
-        store_some(to + out.first, v, out.valid);
+    for (int64_t p = 0; p < panels; p += step) {
+        const float* to = job.out + row * job.ldo + panel_outputs(panel + p, job.weight->outputs, gated).first;
+        for (int64_t r = 0; r < rows; r++) __builtin_prefetch(to + r * job.ldo, 1);
     }
 }
 
@@ -206,16 +229,22 @@ void run_piece(const Buffers& b, const Cut& cut, int64_t piece, const std::byte*
     const int64_t first_panel = piece % cut.panel_blocks * cut.panels_of_piece;
     const int64_t end_panel = std::min(first_panel + cut.panels_of_piece, cut.panels);
     const auto* weights = static_cast<const std::byte*>(job.weight->data);
+    const int64_t tiles = divided_up(end_row - first_row, cut.kernel->rows);
     for (int64_t panel = first_panel; panel < end_panel; panel += cut.kernel->panels) {
         const int64_t panels = std::min(cut.kernel->panels, end_panel - panel);
-        for (int64_t row = first_row; row < end_row; row += cut.kernel->rows) {
-            const int64_t rows = std::min(cut.kernel->rows, end_row - row);
-            cut.kernel->run({weights + panel * cut.panel_bytes, cut.panel_bytes, panels,
-                             operand + x.offset + row * x.row_bytes, x.row_bytes, rows, x.padded, result,
-                             panels * kPanel});
-            for (int64_t r = 0; r < rows; r++) {
-                finish_row(job, row + r, panel, panels, result + r * panels * kPanel);
-            }
+        const std::byte* its = weights + panel * cut.panel_bytes;
+        const std::byte* next = its + panels * cut.panel_bytes;
+        int64_t row = first_row;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t rows = divided_up(end_row - row, tiles - tile);
+            // The first tile brings the weights in, the others a share each of the weights that come next.
+            const int64_t share = std::max<int64_t>(1, tiles - 1);
+            const std::byte* fetch = tile == 0 ? its + kAheadBytes : next + (tile - 1) * cut.panel_bytes / share;
+            fetch_out(job, row, rows, panel, panels);
+            cut.kernel->run({its, cut.panel_bytes, panels, operand + x.offset + row * x.row_bytes, x.row_bytes, rows,
+                             x.padded, result, panels * kPanel, fetch, tile == 0 ? 64 : divided_up(64, share)});
+            finish(job, row, rows, panel, panels, result);
+            row += rows;
         }
     }
 }

@@ -33,6 +33,11 @@ void meterhouse_multiply(Pool* pool, const Job* jobs, int64_t count, Scratch* sc
     multiply(*pool, jobs, count, *scratch);
 }
 
+// Each job in a region of its own, as the products of a step that need one another.
+void meterhouse_multiply_in_turn(Pool* pool, const Job* jobs, int64_t count, Scratch* scratch) {
+    for (int64_t i = 0; i < count; i++) multiply(*pool, jobs + i, 1, *scratch);
+}
+
 int32_t meterhouse_available_forms() { return available_forms(); }
 void meterhouse_use_forms(int32_t forms) { use_forms(forms); }
 

@@ -66,7 +66,9 @@ enum class Operand : int32_t {
 
 struct GroupScale {
     float scale;
-    int32_t sum;  // of the group's q
+    float sum;      // of the group's q * scale
+    int32_t start;  // -128 times the sum of its q: what int8 weights, kept as q + 128, have too much
+    int32_t none;
 };
 
 // The stride of operand rows: an odd number of cache lines, so that the rows of a tile never share one set of L1.
@@ -92,6 +94,9 @@ struct Tile {
     int64_t inputs;  // padded
     float* result;
     int64_t result_stride;  // in floats
+    // What to bring into the caches meanwhile: with line l of panel p, the line at fetch + p * panel_bytes + l * step.
+    const std::byte* fetch;
+    int64_t fetch_step;
 };
 
 struct Kernel {

@@ -17,21 +17,26 @@ void make_bf16(const float* x, int64_t inputs, int64_t padded, std::byte* row) {
     std::memset(row + inputs * 2, 0, size_t(padded - inputs) * 2);
 }
 
-// One group to q in [-127, 127] and its scale. A group with a number that is not finite has a scale that is none
-// either: it stays what it is in this row's results, and harms no other row.
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+// Sixteen numbers to the nearest whole ones in [-127, 127]; what is not finite becomes 0.
+inline Ints nearest(Lanes scaled) {
+    scaled = (scaled >= -127.5f) & (scaled <= 127.5f) ? scaled : Lanes{};
+    return __builtin_convertvector(scaled + (scaled < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
+}
+
+// One group as q * scale. With a number that is not finite the scale is none either: that stays what it is in this
+// row's results, and harms no other row.
 GroupScale quantise(const float* x, int8_t* q) {
     const Lanes a = load<Lanes>(x), b = load<Lanes>(x + kLanes);
-    const Lanes high = larger(larger(a, -a), larger(b, -b));
-    const float most = largest(high), all = sum(a - a) + sum(b - b);  // 0, or no number
-    const float scale = most / 127.0f + all, inverse = most > 0 ? 127.0f / most : 0.0f;
-    int32_t total = 0;
-    for (int64_t i = 0; i < kGroup; i++) {
-        const float scaled = x[i] * inverse;
-        const int32_t whole = scaled >= -127.0f && scaled <= 127.5f ? int32_t(scaled + (scaled < 0 ? -0.5f : 0.5f)) : 0;
-        q[i] = int8_t(whole);
-        total += whole;
-    }
-    return {scale, total};
+    const float most = largest(larger(larger(a, -a), larger(b, -b)));
+    const float none = sum((a - a) + (b - b));  // 0, or not a number
+    const float inverse = most > 0 ? 127.0f / most : 0.0f;
+    const Ints low = nearest(a * inverse), high = nearest(b * inverse);
+    store(q, __builtin_convertvector(low, Bytes));
+    store(q + kLanes, __builtin_convertvector(high, Bytes));
+    const float scale = most / 127.0f + none, total = sum(__builtin_convertvector(low + high, Lanes));
+    return {scale, scale * total, -128 * int32_t(total), 0};
 }
 
 void make_int8(const float* x, int64_t inputs, int64_t padded, std::byte* row) {

@@ -64,23 +64,57 @@ void pack_int8(const float* w, std::byte* block) {
     }
 }
 
-// int4: scale * q + least over the range of the group.
+// One group of int4, sixteen outputs side by side: q * scale + least.
+struct Affine {
+    Lanes scale, least, factor;  // factor: 1 / scale
+
+    Affine(Lanes low, Lanes high)
+        : scale(as_bf16(larger(high - low, Lanes{}) / 15.0f)), least(as_bf16(low)), factor(inverse(scale)) {}
+    Ints code(Lanes w) const { return whole((w - least) * factor, 15.0f); }
+};
+
+inline Lanes total_error(const float* w, const Affine& tried) {
+    Lanes error{};
+    for (int64_t k = 0; k < kGroup; k++) {
+        const Lanes v = load<Lanes>(w + k * kPanel);
+        const Lanes off = __builtin_convertvector(tried.code(v), Lanes) * tried.scale + tried.least - v;
+        error += off * off;
+    }
+    return error;
+}
+
+// The range of codes with the least squared error: the group's own, or one that cuts off its ends a little. A finer
+// step for the many is worth more than the extremes of a few.
+Affine best_range(const float* w) {
+    Lanes low = load<Lanes>(w), high = low;
+    for (int64_t k = 1; k < kGroup; k++) {
+        const Lanes v = load<Lanes>(w + k * kPanel);
+        low = v < low ? v : low;
+        high = larger(high, v);
+    }
+    const Lanes cut = (high - low) * 0.025f;
+    Affine best(low, high);
+    Lanes least = total_error(w, best);
+    for (int64_t tried = 1; tried < 16; tried++) {
+        const Affine next(low + cut * float(tried / 4), high - cut * float(tried % 4));
+        const Lanes error = total_error(w, next);
+        best.scale = error < least ? next.scale : best.scale;
+        best.least = error < least ? next.least : best.least;
+        best.factor = error < least ? next.factor : best.factor;
+        least = error < least ? error : least;
+    }
+    return best;
+}
+
 void pack_int4(const float* w, std::byte* block) {
     std::memset(block + 128, 0, kBlock * kPanel / 2);
     for (int64_t group = 0; group < 2; group++, w += kGroup * kPanel) {
-        Lanes low = load<Lanes>(w), high = low;
-        for (int64_t k = 1; k < kGroup; k++) {
-            const Lanes v = load<Lanes>(w + k * kPanel);
-            low = v < low ? v : low;
-            high = larger(high, v);
-        }
-        const Lanes least = as_bf16(low), scale = as_bf16((high - low) / 15.0f);
-        const Lanes factor = inverse(scale);
-        store_bf16(block + group * 32, scale);
-        store_bf16(block + 64 + group * 32, least);
+        const Affine range = best_range(w);
+        store_bf16(block + group * 32, range.scale);
+        store_bf16(block + 64 + group * 32, range.least);
         std::byte* q = block + 128 + group * kGroup * kPanel / 2;
         for (int64_t k = 0; k < kGroup; k++) {
-            const Ints codes = whole((load<Lanes>(w + k * kPanel) - least) * factor, 15.0f);
+            const Ints codes = range.code(load<Lanes>(w + k * kPanel));
             for (int64_t n = 0; n < kPanel; n++) {
                 q[k / 8 * 64 + n * 4 + k % 4] |= std::byte(codes[n] << (k % 8 / 4 * 4));
             }
