@@ -13,9 +13,9 @@ A rank does not change while its prompt is computed, so that what was begun is f
 request ranks before every other that waits for more than `burst`, however long its prompt: a flood waits for it, it
 does not wait for a flood. Between two floods the counters alone decide, chunk by chunk.
 
-Whoever comes back from idling has its counter lifted to that of the tenant whose prompt was computed last, or of the
-least served running one if that is more: idling earns nothing. Who comes later thus ranks later, and however many
-newcomers there are, they get no more than about a `burst` ahead of one that waits.
+Whoever comes back from idling has its counter lifted to the highest that a tenant had after its turn, or to that of
+the least served running one if that is more: idling earns nothing. Who comes later thus ranks later, and however
+many newcomers there are, they get about a `burst` ahead of one that waits, and no more.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FairOrder:
         self.tenants: dict[str, Tenant] = {}
         self._burst = burst
         self._open = 0  # requests, of all
-        self._virtual = 0.0  # the counter that newcomers are lifted to; never falls
+        self._virtual = 0.0  # the counter that newcomers are lifted to; does not fall while anything is open
         self._heap: list[tuple[float, int, int, Tenant]] = []  # (rank, arrival of its head, serial, tenant)
         self._serial = 0
         self._idle: list[tuple[float, str]] = []  # heap of (served, name): remembered while they are ahead
@@ -148,8 +148,8 @@ class FairOrder:
             return tenant
         return None
 
-    def begin(self, tenant: Tenant) -> None:
-        """Its prompt is about to be computed: who comes from now on does not rank before it."""
+    def note_turn(self, tenant: Tenant) -> None:
+        """It had its turn: who comes from now on begins behind it."""
         self._lift(tenant.served)
 
     def _lift(self, served: float) -> None:
