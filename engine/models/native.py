@@ -6,6 +6,8 @@ is computed, or when this path is taken (`engine.runner`).
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from engine.adapters import PROJECTIONS, Adapter
@@ -92,6 +94,25 @@ class NativeLlama:
             window=plan.window,
             rope=plan.rope,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of the base model's weights."""
+        layers = [
+            w.memory.nbytes for layer in self._plan.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
+        return sum(layers) + self._plan.head.memory.nbytes
+
+    @property
+    def part_ns(self) -> array[int] | None:
+        """Where the time of each of `kernels.native_step.PARTS` is added up; None: nowhere."""
+        assert self._step is not None
+        return self._step.part_ns
+
+    @part_ns.setter
+    def part_ns(self, sums: array[int] | None) -> None:
+        assert self._step is not None
+        self._step.part_ns = sums
 
     def attach(self, cache: torch.Tensor, block_size: int) -> None:
         """The cache that steps write to, [layers, blocks, …] as `engine.kvcache` made it for this path."""

@@ -31,7 +31,7 @@ class WeightStore:
         self._parts: dict[str, torch.Tensor] = {}  # by the folder's names; those not filled yet
         self._ignored = {"lm_head.weight"} if config.tie else set()
         self._known: set[str] = set()
-        for name, (parts, width) in _plan(config).items():
+        for name, (parts, width) in plan_of(config).items():
             rows = sum(parts.values())
             shape = (rows,) if width is None else (rows, width)
             tensor = self._tensors[name] = torch.empty(shape, dtype=dtype, device=device)
@@ -67,7 +67,7 @@ class WeightStore:
         return self._tensors.pop(name, None)
 
 
-def _plan(config: ModelConfig) -> dict[str, tuple[dict[str, int], int | None]]:
+def plan_of(config: ModelConfig) -> dict[str, tuple[dict[str, int], int | None]]:
     """Fused name → (the folder's names with their rows, in order; columns, None for a vector)."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     plan: dict[str, tuple[dict[str, int], int | None]] = {}

@@ -18,6 +18,8 @@ from tests.generation import greedy, run, transformers_greedy_batch
 from tests.peft_adapters import make_adapter, peft_models, refer
 
 TOKENS = 32
+PATHS = ("on", "off")
+"""By the native step and by torch."""
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -75,11 +77,13 @@ def core(model: Path, **changes: Any) -> EngineCore:
 def test_twenty_prompts_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
     """A budget of 48 tokens a step cuts prompts in chunks that run beside the decodes of others."""
     assert len(prompts) == 20
-    requests = [greedy(str(index), prompt, TOKENS) for index, prompt in enumerate(prompts)]
-    tokens, _ = run(core(default_model, max_num_batched_tokens=48), requests)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
-    for index, expected in enumerate(transformers_greedy_batch(model, prompts, TOKENS)):
-        assert tokens[str(index)] == expected, f"prompt {index}"
+    expected = transformers_greedy_batch(model, prompts, TOKENS)
+    requests = [greedy(str(index), prompt, TOKENS) for index, prompt in enumerate(prompts)]
+    for native in PATHS:
+        tokens, _ = run(core(default_model, native=native, max_num_batched_tokens=48), requests)
+        for index, said in enumerate(expected):
+            assert tokens[str(index)] == said, f"prompt {index}, native {native}"
 
 
 def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
@@ -107,15 +111,12 @@ def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts:
 
 
 def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]) -> None:
-    engine = core(model, max_num_batched_tokens=64)
     refs = {folder.name: refer(folder, folder.name) for folder in folders}
-    for ref in refs.values():
-        engine.load_adapter(ref)
     names = [*refs, "base"]
     asked = {f"{names[index % len(names)]} {index}": prompt for index, prompt in enumerate(prompts * 2)}
     requests = [greedy(key, prompt, TOKENS, adapter=refs.get(key.split()[0])) for key, prompt in asked.items()]
-    tokens, _ = run(engine, requests, apart=2)
     reference = peft_models(model, folders)
+    expected: dict[str, list[int]] = {}
     for name in names:
         keys = [key for key in asked if key.split()[0] == name]
         with contextlib.ExitStack() as stack:
@@ -123,7 +124,12 @@ def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]
                 stack.enter_context(reference.disable_adapter())
             else:
                 reference.set_adapter(name)
-            expected = transformers_greedy_batch(reference, [asked[key] for key in keys], TOKENS)
-        assert [tokens[key] for key in keys] == expected, name
-    plain = {key.split()[1]: value for key, value in tokens.items()}
-    assert len({tuple(value) for value in plain.values()}) > len(prompts)  # adapters change what is said
+            said = transformers_greedy_batch(reference, [asked[key] for key in keys], TOKENS)
+        expected |= zip(keys, said, strict=True)
+    assert len({tuple(said) for said in expected.values()}) > len(prompts)  # adapters change what is said
+    for native in PATHS:
+        engine = core(model, native=native, max_num_batched_tokens=64)
+        for ref in refs.values():
+            engine.load_adapter(ref)
+        tokens, _ = run(engine, requests, apart=2)
+        assert tokens == expected, f"native {native}"

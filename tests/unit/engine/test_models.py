@@ -53,34 +53,42 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """Prompts of many lengths arrive one step apart under a small token budget: chunks and decodes mix."""
     family, overrides = MODELS[name]
     folder = make_tiny_model(family, tmp_path / "model", **overrides)
-    core = build(
-        EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", block_size=4, max_num_seqs=4, max_num_batched_tokens=11
-        )
-    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     draw = random.Random(7)
     prompts = {str(n): [draw.randrange(3, 512) for _ in range(n)] for n in (1, 3, 4, 17, 40, 90)}
-    tokens, logprobs = run(core, [greedy(key, prompt, 8, logprobs=3) for key, prompt in prompts.items()], apart=1)
-    for key, prompt in prompts.items():
-        expected, logits = transformers_greedy(model, prompt, 8)
-        assert tokens[key] == expected
-        for found, row in zip(logprobs[key], logits, strict=True):
-            reference = row.float().log_softmax(-1)
-            ids = [token for token, _ in found.top]
-            torch.testing.assert_close(
-                torch.tensor([value for _, value in found.top]), reference[ids], atol=2e-4, rtol=1e-5
+    references = {key: transformers_greedy(model, prompt, 8) for key, prompt in prompts.items()}
+    for native in ("on", "off"):
+        core = build(
+            EngineConfig(
+                model=str(folder),
+                dtype="float32",
+                device="cpu",
+                native=native,
+                block_size=4,
+                max_num_seqs=4,
+                max_num_batched_tokens=11,
             )
+        )
+        tokens, logprobs = run(core, [greedy(key, prompt, 8, logprobs=3) for key, prompt in prompts.items()], apart=1)
+        for key, (expected, logits) in references.items():
+            assert tokens[key] == expected
+            for found, row in zip(logprobs[key], logits, strict=True):
+                reference = row.float().log_softmax(-1)
+                ids = [token for token, _ in found.top]
+                torch.testing.assert_close(
+                    torch.tensor([value for _, value in found.top]), reference[ids], atol=2e-4, rtol=1e-5
+                )
 
 
+@pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_half_precision_stays_close(family: str, tiny_models: Callable[[str], Path]) -> None:
+def test_half_precision_stays_close(family: str, native: str, tiny_models: Callable[[str], Path]) -> None:
     """bfloat16 rounds: the likeliest tokens' log-probabilities are near float32's, not equal."""
     folder = tiny_models(family)
     prompt = list(range(3, 40))
     found = {}
     for dtype in ("float32", "bfloat16"):
-        core = build(EngineConfig(model=str(folder), dtype=dtype, device="cpu", max_num_seqs=2))
+        core = build(EngineConfig(model=str(folder), dtype=dtype, device="cpu", native=native, max_num_seqs=2))
         assert core.info.dtype == dtype
         _, logprobs = run(core, [greedy("a", prompt, 1, logprobs=5)])
         found[dtype] = dict(logprobs["a"][0].top)

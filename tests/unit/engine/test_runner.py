@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine.core import build
 from engine.kvcache import block_bytes, fit
 from engine.models.config import ModelConfig
+from engine.models.llama import Llama
+from engine.models.native import NativeLlama
 from engine.runner import Runner
 from engine.scheduler import Scheduled, StepPlan
 from engine.sequence import Sequence, SequenceGroup
@@ -22,6 +24,8 @@ from tests.generation import greedy, run
 from tests.peft_adapters import make_adapter, refer
 
 BLOCK = 4
+both = pytest.mark.parametrize("native", ["on", "off"])
+"""By the native step and by torch."""
 
 
 def config(model: Path, **changes: Any) -> EngineConfig:
@@ -44,8 +48,9 @@ def compute(runner: Runner, *entries: tuple[Sequence, int, int]) -> list[int | N
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15]
 
 
-def test_only_entries_that_sample_get_a_token(tiny_model: Path) -> None:
-    runner = Runner(config(tiny_model))
+@both
+def test_only_entries_that_sample_get_a_token(native: str, tiny_model: Path) -> None:
+    runner = Runner(config(tiny_model, native=native))
     whole, chunked = sequence(PROMPT, [5, 1, 3]), sequence(PROMPT, [2, 9, 8])
     (expected,) = compute(runner, (whole, 0, 9))
     assert expected is not None
@@ -57,17 +62,19 @@ def test_only_entries_that_sample_get_a_token(tiny_model: Path) -> None:
     assert runner.execute(StepPlan()) == []
 
 
-def test_a_step_done_again_does_the_same(tiny_model: Path) -> None:
-    runner = Runner(config(tiny_model))
+@both
+def test_a_step_done_again_does_the_same(native: str, tiny_model: Path) -> None:
+    runner = Runner(config(tiny_model, native=native))
     one = sequence(PROMPT, [5, 1, 3])
     compute(runner, (one, 0, 6))
     first = compute(runner, (one, 6, 3))
     assert compute(runner, (one, 6, 3)) == first
 
 
-def test_a_copied_block_carries_on(tiny_model: Path) -> None:
+@both
+def test_a_copied_block_carries_on(native: str, tiny_model: Path) -> None:
     """A second choice shares the full blocks and takes a copy of the last, partly filled one."""
-    runner = Runner(config(tiny_model))
+    runner = Runner(config(tiny_model, native=native))
     one = sequence(PROMPT, [5, 1, 3])
     (token,) = compute(runner, (one, 0, 9))
     assert token is not None
@@ -79,16 +86,18 @@ def test_a_copied_block_carries_on(tiny_model: Path) -> None:
     assert compute(runner, (other, 9, 1)) == compute(runner, (alone, 0, 10))
 
 
-def test_numbers_that_are_not_finite_stay_with_their_request(tiny_model: Path) -> None:
+@both
+def test_numbers_that_are_not_finite_stay_with_their_request(native: str, tiny_model: Path) -> None:
     """A block taken over from a request whose keys and values overflowed is as good as new."""
-    runner = Runner(config(tiny_model))
+    runner = Runner(config(tiny_model, native=native))
     expected = compute(runner, (sequence(PROMPT[:2], [0]), 0, 2), (sequence(PROMPT, [1, 2, 3]), 0, 9))
     runner._cache.tensor[:, 4:] = float("nan")  # as if such a request had filled every other block
     short, long = sequence(PROMPT[:2], [10]), sequence(PROMPT, [13, 5, 9])
     assert compute(runner, (short, 0, 2), (long, 0, 9)) == expected
 
 
-def test_an_adapter_that_overflows_harms_no_other_row(tiny_model: Path, tmp_path: Path) -> None:
+@both
+def test_an_adapter_that_overflows_harms_no_other_row(native: str, tiny_model: Path, tmp_path: Path) -> None:
     wild = make_adapter(tiny_model, tmp_path / "wild", seed=1, r=4, target_modules="all-linear")
     tensors = load_file(wild / "adapter_model.safetensors")
     save_file({name: tensor * 1e30 for name, tensor in tensors.items()}, wild / "adapter_model.safetensors")
@@ -96,7 +105,7 @@ def test_an_adapter_that_overflows_harms_no_other_row(tiny_model: Path, tmp_path
     refs = [refer(wild, "wild"), refer(calm, "calm"), None]
     results: list[dict[str, list[int]]] = []
     for chosen in ([1], [2], [0, 1, 2, 0]):
-        core = build(config(tiny_model))
+        core = build(config(tiny_model, native=native))
         for ref in refs:
             if ref is not None:
                 core.load_adapter(ref)
@@ -106,11 +115,14 @@ def test_an_adapter_that_overflows_harms_no_other_row(tiny_model: Path, tmp_path
     assert results[2]["2"] == results[1]["2"]
 
 
-def test_preemption_and_few_blocks_change_no_token(tiny_model: Path) -> None:
-    roomy = build(config(tiny_model))
+@both
+def test_preemption_and_few_blocks_change_no_token(native: str, tiny_model: Path) -> None:
+    roomy = build(config(tiny_model, native=native))
     model = ModelConfig.from_folder(tiny_model)
     size = block_bytes(model, BLOCK, torch.float32)
-    tight = build(config(tiny_model, kv_cache_bytes=size * 14, max_model_len=40, max_num_batched_tokens=16))
+    tight = build(
+        config(tiny_model, native=native, kv_cache_bytes=size * 14, max_model_len=40, max_num_batched_tokens=16)
+    )
     requests = [greedy(str(n), [3 + n, *PROMPT, 40 + n], 20) for n in range(4)]
     expected, _ = run(roomy, requests)
     tokens, _ = run(tight, requests)
@@ -169,6 +181,8 @@ def test_a_length_that_was_not_asked_for_is_lowered_to_the_memory(tiny_model: Pa
         ({"block_size": 0}, "at least 1"),
         ({"device": "tpu"}, "not one of auto, cpu, cuda"),
         ({"dtype": "int8"}, "not one of auto, float32"),
+        ({"native": "maybe"}, "not one of auto, on, off"),
+        ({"quantization": "int2"}, "not one of none, int8, int4"),
     ],
 )
 def test_an_impossible_configuration_is_told_in_words(changes: dict[str, Any], words: str, tiny_model: Path) -> None:
@@ -211,3 +225,69 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
     with pytest.raises(EngineUnavailable) as caught:
         Runner(config(folder))
     assert words in str(caught.value)
+
+
+# ---- which path computes ----
+
+
+def test_the_native_step_is_taken_where_it_can_be_had(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for native, kind in (("auto", NativeLlama), ("on", NativeLlama), ("off", Llama)):
+        assert isinstance(Runner(config(tiny_model, native=native))._model, kind)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"dtype": "bfloat16", "block_size": 5}])
+def test_what_the_native_step_cannot_compute_torch_does_and_says_so(
+    changes: dict[str, Any], tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(config(tiny_model, **changes))
+    assert isinstance(runner._model, Llama)
+    assert [record.getMessage() for record in caplog.records] == [
+        message for message in caplog.messages if message.startswith("steps are computed by torch")
+    ]
+    assert len(caplog.records) == 1
+    with pytest.raises(EngineUnavailable, match="was asked for and cannot be used"):
+        Runner(config(tiny_model, native="on", **changes))
+
+
+def test_no_compiler_is_no_reason_to_stop(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("METERHOUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert isinstance(Runner(config(tiny_model))._model, Llama)
+    (record,) = caplog.records
+    assert "no C++ compiler" in record.getMessage()
+    with pytest.raises(EngineUnavailable, match=r"asked for and cannot be used: there is no C\+\+ compiler"):
+        Runner(config(tiny_model, native="on"))
+    with pytest.raises(EngineUnavailable, match="int8 needs the native CPU step"):
+        Runner(config(tiny_model, quantization="int8"))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_run_through_the_engine(quantization: str, tiny_model: Path) -> None:
+    core = build(config(tiny_model, dtype="bfloat16", quantization=quantization))
+    tokens, _ = run(core, [greedy(str(n), [3 + n, *PROMPT], 8) for n in range(4)], apart=1)
+    assert all(len(said) == 8 for said in tokens.values())
+    with pytest.raises(EngineUnavailable, match=f"{quantization} needs the native CPU step"):
+        Runner(config(tiny_model, native="off", quantization=quantization))
+
+
+def test_rows_of_one_adapter_lie_side_by_side_and_results_come_in_the_plan_s_order(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    refs = [
+        refer(make_adapter(tiny_model, tmp_path / name, seed=seed, r=4, target_modules="all-linear"), name)
+        for seed, name in enumerate(("a", "b"))
+    ]
+    runner = Runner(config(tiny_model))
+    for ref in refs:
+        runner.place_adapter(ref.id, runner.read_adapter(ref))
+    users = [refs[1], None, refs[0], refs[1], None, refs[0]]
+    alone = [
+        compute(runner, (sequence(PROMPT, [3 * n, 3 * n + 1, 3 * n + 2], adapter=user), 0, 9))[0]
+        for n, user in enumerate(users)
+    ]
+    together = [(sequence(PROMPT, [20 + 3 * n, 21 + 3 * n, 22 + 3 * n], adapter=u), 0, 9) for n, u in enumerate(users)]
+    assert compute(runner, *together) == alone
+    assert len(set(alone)) == 3
