@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ from engine.rows import Scratch, rows_of
 from engine.sampler import Sampled, Sampler
 from engine.sequence import Sequence, SequenceGroup
 from engine.types import Request, SamplingParams
+from tests import chisquare
+from tests.chisquare import warped
 
 VOCAB = 1000
 EOS = 7
@@ -122,21 +125,6 @@ def test_repetition_penalty_equals_transformers() -> None:
 # ---- the distribution ----
 
 
-def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities by transformers' warpers, in the order in which generate() applies them."""
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    out = TemperatureLogitsWarper(params.temperature)(ids, scores)
-    if params.top_k:
-        out = TopKLogitsWarper(params.top_k)(ids, out)
-    if params.top_p < 1.0:
-        out = TopPLogitsWarper(params.top_p)(ids, out)
-    if params.min_p:
-        out = MinPLogitsWarper(params.min_p)(ids, out)
-    return out.double().softmax(-1)
-
-
 GRID = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.6),
@@ -204,34 +192,36 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
     assert kept.sum(-1).tolist() == [VOCAB, VOCAB]
 
 
-# Chi-square quantiles: a sum of squares of that many standard normals is above them once in a million times.
-def chi_square_limit(freedom: int) -> float:
-    """Wilson and Hilferty's approximation of the 1 - 1e-6 quantile."""
-    z = 4.753
-    return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
-
-
 @pytest.mark.parametrize("params", GRID, ids=str)
 def test_draws_follow_the_warped_distribution(params: SamplingParams) -> None:
     draws, vocab = 20_000, 60
-    params = SamplingParams(
-        temperature=params.temperature, top_k=min(params.top_k, 40), top_p=params.top_p, min_p=params.min_p
-    )
+    params = msgspec.structs.replace(params, top_k=min(params.top_k, 40))
     scores = logits(1, seed=5, vocab=vocab)
-    expected = warped(scores, params)[0] * draws
     rows = [sequence(params, request_id=f"request-{number}") for number in range(draws)]
-    counts = torch.bincount(
-        torch.tensor(tokens(sampler(vocab).sample(scores.expand(draws, -1), rows))), minlength=vocab
-    )
-    assert int(counts[expected == 0].sum()) == 0
-    frequent = expected >= 5
-    rest = expected[~frequent].sum()
-    observed = torch.cat([counts[frequent].double(), counts[~frequent].sum()[None].double()])
-    wanted = torch.cat([expected[frequent], rest[None]])
-    used = wanted > 0
-    statistic = float(((observed - wanted)[used] ** 2 / wanted[used]).sum())
-    freedom = int(used.sum()) - 1
-    assert statistic <= (chi_square_limit(freedom) if freedom else 1e-9)
+    drawn = tokens(sampler(vocab).sample(scores.repeat(draws, 1), rows))
+    assert chisquare.follows(drawn, warped(scores, params)[0])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(top_p=0.95), SamplingParams(top_p=0.4), SamplingParams(top_k=900)],
+    ids=str,
+)
+def test_draws_from_a_large_vocabulary_follow_the_warped_distribution(params: SamplingParams) -> None:
+    """Nearly flat: a nucleus of thousands, which is drawn from without being known."""
+    rows, steps, vocab = 40, 100, 5000
+    scores = logits(1, seed=6, vocab=vocab) * 0.3
+    drawer, drawn = sampler(vocab), list[int]()
+    sequences = [sequence(params, request_id=f"request-{number}") for number in range(rows)]
+    for _ in range(steps):
+        new = tokens(drawer.sample(scores.repeat(rows, 1), sequences))
+        drawn += new
+        for one, token in zip(sequences, new, strict=True):
+            one.tokens.append(token)
+    groups = torch.arange(vocab) % 200  # too many tokens to count each: sums of 25
+    probabilities = torch.zeros(200, dtype=torch.float64).index_add_(0, groups, warped(scores, params)[0])
+    assert chisquare.follows([token % 200 for token in drawn], probabilities)
+    assert all(warped(scores, params)[0][token] > 0 for token in set(drawn))
 
 
 def test_extreme_temperatures_and_numbers_stay_inside_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +297,9 @@ def test_the_numbers_are_uniform_and_not_correlated(along: str) -> None:
         drawn = np.array([uniforms(key, place, attempt)[0] for attempt in range(count)])
     assert 0 <= drawn.min() < drawn.max() < 1
     counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
-    assert ((counts - count / 50) ** 2 / (count / 50)).sum() < chi_square_limit(49)
+    assert ((counts - count / 50) ** 2 / (count / 50)).sum() < chisquare.limit(49)
     pairs = np.histogram2d(drawn[:-1], drawn[1:], bins=10, range=((0, 1), (0, 1)))[0]
-    assert ((pairs - count / 100) ** 2 / (count / 100)).sum() < chi_square_limit(99)
+    assert ((pairs - count / 100) ** 2 / (count / 100)).sum() < chisquare.limit(99)
 
 
 # ---- log-probabilities ----
