@@ -4,9 +4,11 @@ Knows: which physical blocks are in use and by how many sequences, and which hol
 which tokens. Does not know: sequences, the order of work, tensors.
 
 A block is shared by its *key*: a hash over its parent's key and its tokens, and at the root of the chain
-over (tenant, adapter content digest, cache salt), each behind its length, so that no two different
-identities give one root. A hit also compares the tokens: a collision is a miss, never another's answer.
-Every operation is O(1) per block.
+over ("tenant", tenant, adapter content digest, cache salt), each behind its length, so that no two different
+identities give one root, or over ("public", adapter content digest, cache salt) for a salt that the operator has
+published: then all tenants share. A hit also compares the tokens: a collision is a miss, never another's answer.
+Every operation is O(1) per block, and a look-up touches nothing but what has the very key that is asked for: how
+long it takes says nothing about what other tenants have there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class IntegrityError(RuntimeError):
@@ -25,10 +27,11 @@ class OutOfBlocks(RuntimeError):
     """More blocks were asked for than are free; the scheduler looks before it asks."""
 
 
-def cache_root(tenant: str, adapter_digest: str, cache_salt: str) -> bytes:
-    """The 32-byte identity that a chain of block keys begins with."""
+def cache_root(tenant: str, adapter_digest: str, cache_salt: str, *, public: bool = False) -> bytes:
+    """The 32-byte identity that a chain of block keys begins with: of a tenant, or of a salt that is everybody's."""
     root = hashlib.blake2b(digest_size=32, person=b"meterhouse.root")
-    for field in (tenant, adapter_digest, cache_salt):
+    identity = ("public",) if public else ("tenant", tenant)
+    for field in (*identity, adapter_digest, cache_salt):
         raw = field.encode("utf-8", "surrogatepass")
         root.update(len(raw).to_bytes(8, "little") + raw)
     return root.digest()
@@ -134,16 +137,29 @@ class BlockPool:
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `IntegrityError` where the pool and the tables of all sequences disagree. O(blocks)."""
+        for _ in self.checked_slices(tables):
+            pass
+
+    def checked_slices(self, tables: Iterable[Sequence[int]], slice_blocks: int = 4096) -> Iterator[None]:
+        """The same a slice at a time, to be dropped before anything changes."""
         references = Counter(block for table in tables for block in table)
-        for block, state in enumerate(self._blocks):
-            if state.references != references[block]:
-                raise IntegrityError(f"block {block}: {state.references} references, {references[block]} in tables")
-            if (state.references == 0) != (block in self._free):
-                raise IntegrityError(f"block {block}: free and in use at once, or neither")
-            if state.key is not None and self._by_key.get(state.key) != block:
-                raise IntegrityError(f"block {block}: its key names another block")
-        if sum(state.key is not None for state in self._blocks) != len(self._by_key):
+        keyed = 0
+        for start in range(0, self.num_blocks, slice_blocks):
+            for block in range(start, min(start + slice_blocks, self.num_blocks)):
+                self._check_block(block, references[block])
+                keyed += self._blocks[block].key is not None
+            yield
+        if keyed != len(self._by_key):
             raise IntegrityError("a key names a block that does not know it")
+
+    def _check_block(self, block: int, references: int) -> None:
+        state = self._blocks[block]
+        if state.references != references:
+            raise IntegrityError(f"block {block}: {state.references} references, {references} in tables")
+        if (state.references == 0) != (block in self._free):
+            raise IntegrityError(f"block {block}: free and in use at once, or neither")
+        if state.key is not None and self._by_key.get(state.key) != block:
+            raise IntegrityError(f"block {block}: its key names another block")
 
     def _forget(self, block: int) -> None:
         state = self._blocks[block]

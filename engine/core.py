@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from engine.types import (
     AdapterInfo,
     AdapterRef,
     ChoiceDelta,
+    Cost,
     EngineConfig,
     EngineError,
     EngineStats,
@@ -45,6 +47,13 @@ log = logging.getLogger(__name__)
 
 FAILED_STEPS_MAX = 3
 """So many steps in a row in which no sequence could be computed are the engine's fault, not a request's."""
+
+
+BURST_CONTEXTS = 2
+"""So many prompts as long as the context a tenant may have computed before it is a flood to others (`fairness`)."""
+
+Said = dict[SequenceGroup, list[ChoiceDelta]]
+"""The deltas of a step by request."""
 
 
 class SampledToken(Protocol):
@@ -104,21 +113,24 @@ class EngineCore:
             slots=config.adapter_slots,
             cache_bytes=config.adapter_cache_bytes,
         )
+        longest = min(runner.info.max_model_len, runner.num_blocks * runner.block_size)
         pool = BlockPool(runner.num_blocks, runner.block_size)
         self.scheduler = Scheduler(
             pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            burst=BURST_CONTEXTS * longest,
             adapters=self.adapters.slots,
         )
-        longest = min(runner.info.max_model_len, runner.num_blocks * runner.block_size)
         self.info: ModelInfo = msgspec.structs.replace(runner.info, max_model_len=longest)
+        self._queue_timeout_us = None if config.queue_timeout_s is None else round(config.queue_timeout_s * 1e6)
+        self._deadlines: list[tuple[int, str]] = []  # heap of (when, request), to have begun; those that have are there
         self._texts: dict[str, list[TextStream]] = {}
         self._ended: list[Update] = []  # ended between steps, not reported yet
         self._arrivals = 0
         self._steps = 0
-        self._busy_us = 0
+        self._busy_us = self._ended_compute_us = 0
         self._failed_steps = 0
 
     # Between steps
@@ -138,12 +150,13 @@ class EngineCore:
         group = SequenceGroup(
             request,
             arrival=self._arrivals,
-            cache_root=cache_root(request.tenant, digest, request.cache_salt),
+            cache_root=cache_root(request.tenant, digest, request.cache_salt, public=request.public_cache),
             arrived_us=self._clock_us() if arrived_us is None else arrived_us,
         )
         texts = [self._detokenizer(self.tokenizer, request.sampling) for _ in range(request.n)]
         self.scheduler.add(group)
         self._texts[request.id] = texts
+        self._note_deadline(group)
         if request.adapter:
             self.adapters.use(request.adapter.id)
 
@@ -162,12 +175,13 @@ class EngineCore:
 
     def refuse(self, request_id: str, reason: str) -> None:
         """Report a request that `add` refused, to a caller that cannot be told by an exception."""
-        self._ended.append(Update(request_id, TokenCounts(), [], finished=True, finish=Finish.ERROR, error=reason))
+        update = Update(request_id, TokenCounts(), [], finished=True, finish=Finish.ERROR, error=reason, cost=Cost())
+        self._ended.append(update)
 
     def abort(self, request_id: str) -> None:
         group = self.scheduler.groups.get(request_id)
         if group is not None:
-            self._ended.append(self._update(group, self._end(group, Finish.ABORT)))
+            self._end_between_steps(group, Finish.ABORT)
 
     def set_ceiling(self, request_id: str, tokens: int, *, final: bool) -> None:
         group = self.scheduler.groups.get(request_id)
@@ -175,7 +189,7 @@ class EngineCore:
             return
         self.scheduler.set_ceiling(group, tokens, final=final)
         if group.at_ceiling and group.ceiling_final:
-            self._ended.append(self._update(group, self._end(group, Finish.QUOTA)))
+            self._end_between_steps(group, Finish.QUOTA)
 
     def load_adapter(self, ref: AdapterRef) -> AdapterInfo:
         """Read an adapter and make it known; raises `AdapterRejected`. The same load again is answered from memory."""
@@ -195,15 +209,26 @@ class EngineCore:
         self._lose(self.adapters.collect(block=True))
         return True
 
+    def due_us(self) -> int | None:
+        """When a request that waits ends unless it has begun by then, on the engine's clock; None: there is none."""
+        return self._deadlines[0][0] if self._deadlines else None
+
     def check_integrity(self) -> None:
-        self.scheduler.check_integrity()
+        for _ in self.checked_slices():
+            pass
+
+    def checked_slices(self) -> Iterator[None]:
+        """Raise where anything contradicts itself. In slices of a few milliseconds, to be dropped before a change."""
         self.adapters.check_integrity()
+        yield from self.scheduler.checked_slices()
 
     # The step
 
     def step(self) -> StepOutput | None:
         """Report what ended since the last step, else compute one; None when there is nothing to do, for now at least:
         a request may be waiting for its ceiling to be raised, or for its adapter to be read."""
+        began_us = self.scheduler.now_us = self._clock_us()
+        self._expire(began_us)
         self._lose(self.adapters.collect())
         if self._ended:
             return self._report_ended()
@@ -212,13 +237,13 @@ class EngineCore:
             plan.scheduled = [entry for entry in plan.scheduled if entry.sequence.finish is None]
         if not plan.scheduled:
             return self._report_ended() if self._ended else None
-        began_us = self._clock_us()
         self._note_queue(plan, began_us)
-        plan, sampled, failed = self._run(plan)
-        self.scheduler.commit(plan, [None if token is None else token.token_id for token in sampled])
-        updates = self._emit(plan, sampled, failed)
-        self._busy_us += self._clock_us() - began_us
-        return self._report(updates)
+        done, sampled, failed = self._run(plan)
+        self.scheduler.now_us = self._clock_us()
+        self.scheduler.commit(done, [None if token is None else token.token_id for token in sampled])
+        said = self._advance_all(done, sampled)
+        self._share_out(plan, self._clock_us() - began_us)
+        return self._report(self._emit(said, failed))
 
     def _report_ended(self) -> StepOutput:
         ended, self._ended = self._ended, []
@@ -252,22 +277,34 @@ class EngineCore:
             raise RuntimeError(f"{FAILED_STEPS_MAX} steps in a row could not be computed at all")
         return StepPlan(done), sampled, list(failed.values())
 
-    def _emit(
-        self, plan: StepPlan, sampled: Sequence[SampledToken | None], failed: list[SequenceGroup]
-    ) -> list[Update]:
-        """One update for each request that the step touched."""
-        touched: dict[str, SequenceGroup] = {}
-        deltas: dict[str, list[ChoiceDelta]] = {}
+    def _advance_all(self, plan: StepPlan, sampled: Sequence[SampledToken | None]) -> Said:
+        """What the step has to say for each request that it computed."""
+        said: Said = {}
         for entry, token in zip(plan.scheduled, sampled, strict=True):
-            request_id = entry.sequence.request.id
-            touched[request_id] = entry.sequence.group
-            said = deltas.setdefault(request_id, [])
+            group = entry.sequence.group
+            deltas = said.get(group)
+            if deltas is None:
+                deltas = said[group] = []
             if token is not None:
-                said.append(self._advance(entry.sequence, token))
+                deltas.append(self._advance(entry.sequence, token))
+        return said
+
+    def _share_out(self, plan: StepPlan, busy_us: int) -> None:
+        """Give each request its part of the step's time, by tokens; no microsecond is lost by rounding."""
+        self._busy_us += busy_us
+        total = sum(entry.count for entry in plan.scheduled)
+        tokens = given_us = 0
+        for entry in plan.scheduled:
+            tokens += entry.count
+            upto_us = busy_us * tokens // total
+            entry.sequence.group.compute_us += upto_us - given_us
+            given_us = upto_us
+
+    def _emit(self, said: Said, failed: list[SequenceGroup]) -> list[Update]:
+        """One update for each request that the step touched."""
         for group in failed:
-            touched[group.request.id] = group
-            deltas[group.request.id] = _merged(deltas.get(group.request.id, []), self._end(group, Finish.ERROR))
-        return [self._settle_ceiling(group, deltas[request_id]) for request_id, group in touched.items()]
+            said[group] = _merged(said.get(group, []), self._end(group, Finish.ERROR))
+        return [self._settle_ceiling(group, deltas) for group, deltas in said.items()]
 
     def _advance(self, sequence: TokenSequence, token: SampledToken) -> ChoiceDelta:
         """Add a sampled token to its choice's text, and end the choice if it ends here."""
@@ -293,7 +330,7 @@ class EngineCore:
 
     def _settle_ceiling(self, group: SequenceGroup, deltas: list[ChoiceDelta]) -> Update:
         """The update of a step; at the ceiling the request ends if that is final, and pauses if not."""
-        paused = group.at_ceiling and bool(group.unfinished)
+        paused = group.num_open > 0 and group.at_ceiling
         if paused and group.ceiling_final:
             deltas = _merged(deltas, self._end(group, Finish.QUOTA))
             paused = False
@@ -302,8 +339,10 @@ class EngineCore:
     def _update(
         self, group: SequenceGroup, deltas: list[ChoiceDelta], *, paused: bool = False, error: str | None = None
     ) -> Update:
-        finished = not group.unfinished
+        finished = group.num_open == 0
         finish = group.finish if finished else None
+        if finished:
+            self._ended_compute_us += group.compute_us
         return Update(
             group.request.id,
             group.counts,
@@ -314,6 +353,7 @@ class EngineCore:
             queue_us=group.queue_us or 0,
             paused=paused,
             prompt_logprobs=group.take_prompt_logprobs(),
+            cost=group.cost if finished else None,
         )
 
     def _report(self, updates: list[Update]) -> StepOutput:
@@ -334,8 +374,11 @@ class EngineCore:
             adapter_loads_total=self.adapters.slots.loads,
             adapter_evictions_total=self.adapters.slots.evictions,
             adapter_reads_total=self.adapters.reads,
+            ended_compute_us_total=self._ended_compute_us,
         )
         return StepOutput(self._steps, updates, stats)
+
+    # The queue
 
     def _note_queue(self, plan: StepPlan, now_us: int) -> None:
         for entry in plan.scheduled:
@@ -343,7 +386,35 @@ class EngineCore:
             if group.queue_us is None:
                 group.queue_us = max(0, now_us - group.arrived_us)
 
+    def _note_deadline(self, group: SequenceGroup) -> None:
+        own_ms = group.request.queue_timeout_ms
+        limits_us = [self._queue_timeout_us, None if own_ms is None else own_ms * 1000]
+        least_us = min((limit_us for limit_us in limits_us if limit_us is not None), default=None)
+        if least_us is not None:
+            heappush(self._deadlines, (group.arrived_us + least_us, group.request.id))
+        if len(self._deadlines) > 2 * len(self._texts) + 64:  # most are of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if self._waits(entry[1])]
+            heapify(self._deadlines)
+
+    def _waits(self, request_id: str) -> bool:
+        group = self.scheduler.groups.get(request_id)
+        return group is not None and not group.started
+
+    def _expire(self, now_us: int) -> None:
+        """End those that have waited for longer than they may."""
+        while self._deadlines and self._deadlines[0][0] <= now_us:
+            _, request_id = heappop(self._deadlines)
+            if self._waits(request_id):
+                self._end_between_steps(self.scheduler.groups[request_id], Finish.EXPIRED)
+
     # Ends
+
+    def _end_between_steps(self, group: SequenceGroup, finish: Finish, error: str | None = None) -> None:
+        """End it now, to be told with the next step."""
+        now_us = self.scheduler.now_us = self._clock_us()
+        if group.queue_us is None:
+            group.queue_us = max(0, now_us - group.arrived_us)
+        self._ended.append(self._update(group, self._end(group, finish), error=error))
 
     def _lose(self, lost: Mapping[str, str]) -> bool:
         """End the requests of adapters that are gone, each with the reason. Whether there were any."""
@@ -352,8 +423,7 @@ class EngineCore:
         for group in list(self.scheduler.groups.values()):
             adapter = group.request.adapter
             if adapter and adapter.id in lost:
-                deltas = self._end(group, Finish.ERROR)
-                self._ended.append(self._update(group, deltas, error=lost[adapter.id]))
+                self._end_between_steps(group, Finish.ERROR, lost[adapter.id])
         return True
 
     def _end(self, group: SequenceGroup, finish: Finish) -> list[ChoiceDelta]:
@@ -368,7 +438,7 @@ class EngineCore:
     def _finish(self, sequence: TokenSequence, finish: Finish) -> None:
         self.scheduler.finish(sequence, finish)
         request = sequence.request
-        if sequence.group.unfinished:
+        if sequence.group.num_open:
             return
         del self._texts[request.id]
         if request.adapter:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -213,11 +214,16 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` where blocks, lists and statuses disagree."""
-        self.pool.check_integrity(sequence.block_table for sequence in self._running)
-        self.check_lists()
+        for _ in self.checked_slices():
+            pass
 
-    def check_lists(self) -> None:
-        """The part of `check_integrity` that looks at no block. O(open sequences)."""
+    def checked_slices(self) -> Iterator[None]:
+        """The same a few thousand blocks at a time, to be dropped before anything changes."""
+        self._check_lists()
+        self._check_sums()
+        yield from self.pool.checked_slices(sequence.block_table for sequence in self._running)
+
+    def _check_lists(self) -> None:
         unfinished = [sequence for group in self._groups.values() for sequence in group.unfinished]
         by_status = {status: [s for s in unfinished if s.status is status] for status in Status}
         tenants = self._fair.tenants.values()
@@ -231,7 +237,6 @@ class Scheduler:
             raise IntegrityError("the waiting lists are not the waiting sequences")
         if by_status[Status.FINISHED] or any(s.block_table for s in unfinished if s.status is not Status.RUNNING):
             raise IntegrityError("a sequence that does not run holds blocks, or is finished and unfinished")
-        self._check_sums()
 
     def _check_sums(self) -> None:
         open_, backlog, running, blocks = (Counter[Tenant]() for _ in range(4))

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from engine.types import (
+    Cost,
     EngineError,
     Finish,
     ModelInfo,
@@ -192,10 +193,15 @@ class SequenceGroup:
         return self.allowance == 0
 
     @property
+    def cost(self) -> Cost:
+        """As it stands; whole once every choice has ended."""
+        return Cost(self.compute_us, self.kv_block_us, self.queue_us or 0, self.preemptions, self.recomputed)
+
+    @property
     def finish(self) -> Finish:
         """Why the request as a whole ended, once every choice has: the least regular of its choices."""
         ends = {sequence.finish for sequence in self.sequences}
-        gravest_first = (Finish.ERROR, Finish.ABORT, Finish.QUOTA, Finish.LENGTH)
+        gravest_first = (Finish.ERROR, Finish.EXPIRED, Finish.ABORT, Finish.QUOTA, Finish.LENGTH)
         return next((finish for finish in gravest_first if finish in ends), Finish.STOP)
 
 
@@ -215,6 +221,12 @@ def check_request(request: Request, info: ModelInfo) -> None:
         raise EngineError("n: must be at least 1")
     if request.token_ceiling is not None and request.token_ceiling < 1:
         raise EngineError("token_ceiling: must be at least 1")
+    if not WEIGHT_MIN <= request.weight <= WEIGHT_MAX:
+        raise EngineError(f"weight: must lie between {WEIGHT_MIN} and {WEIGHT_MAX}")
+    if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
+        raise EngineError("queue_timeout_ms: must be at least 1")
+    if request.public_cache and not request.cache_salt:
+        raise EngineError("public_cache: only a cache_salt can be public")
     faults = request.sampling.validate(info.vocab_size)
     if faults:
         raise EngineError("; ".join(f"{field}: {reason}" for field, reason in faults))

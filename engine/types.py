@@ -37,6 +37,10 @@ class AdapterUnknown(EngineError):
     """The request names an adapter that is not loaded."""
 
 
+class GrammarRejected(EngineError):
+    """The request's grammar cannot be followed: it is malformed, asks for what is not supported, or is too large."""
+
+
 class Finish(StrEnum):
     """Why a choice (or a whole request) ended."""
 
@@ -44,7 +48,46 @@ class Finish(StrEnum):
     LENGTH = "length"  # max_tokens or max_model_len
     QUOTA = "quota"  # the token ceiling, made final by the gateway: the money ended
     ABORT = "abort"  # the gateway asked for it (client gone, deadline, shutdown)
+    EXPIRED = "expired"  # it waited in the queue for longer than it may; nothing was computed
     ERROR = "error"  # this request alone could not go on
+
+
+GUIDE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+GUIDE_CHARACTERS_MAX = 1 << 17
+GUIDE_CHOICES_MAX = 4096
+
+
+class Guide(msgspec.Struct, frozen=True):
+    """What a completion must be, as a whole.
+
+    `json_schema`: JSON that the schema in `value` (2020-12) allows. `json_object`: any JSON object; no value.
+    `regex`: matched in full; no look-around and no back references; \\d, \\w and \\s are ASCII's. `choice`: one of the
+    texts in `value`. `grammar`: derived from the EBNF in `value`, in Lark's dialect from `start`, or in llama.cpp's
+    (GBNF: `root ::= …`).
+    """
+
+    kind: str
+    value: str | tuple[str, ...] = ""
+
+    def faults(self) -> list[str]:
+        """Why it cannot even be looked at; a grammar that is compiled in vain is a `GrammarRejected` later."""
+        if self.kind not in GUIDE_KINDS:
+            return [f"kind must be one of {', '.join(GUIDE_KINDS)}"]
+        value = self.value
+        if isinstance(value, str) == (self.kind == "choice"):
+            return ["a choice needs a list of texts, every other kind one text"]
+        texts = (value,) if isinstance(value, str) else value
+        checks = [
+            (self.kind == "json_object" or (texts and all(texts)), "must not be empty"),
+            (len(texts) <= GUIDE_CHOICES_MAX, f"at most {GUIDE_CHOICES_MAX} choices"),
+            (sum(map(len, texts)) <= GUIDE_CHARACTERS_MAX, f"at most {GUIDE_CHARACTERS_MAX} characters"),
+            (not any(map(_has_surrogate, texts)), "must be Unicode, without lone surrogates"),
+        ]
+        return [reason for holds, reason in checks if not holds]
+
+
+def _has_surrogate(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()  # may not be completed; the core adds them to the ids below
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is sampled
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last of each is forbidden behind its others
+    guided: Guide | None = None  # the completion is one of its texts; ends with them, whatever `ignore_eos` says
 
     def validate(self, vocab_size: int | None = None) -> list[tuple[str, str]]:
         """All faults as (field, reason); empty when the parameters can be served."""
@@ -120,6 +164,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ),
         ]
         faults = [(field, reason) for field, holds, reason in checks if not holds]
+        if self.guided is not None:
+            faults += [("guided", reason) for reason in self.guided.faults()]
+            if self.allowed_token_ids is not None:
+                faults.append(("guided", "cannot go together with allowed_token_ids"))
         if vocab_size is not None:
             faults += [
                 (field, "names a token id outside the vocabulary")
@@ -206,6 +254,22 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None = None  # the stop token id or stop string that matched
 
 
+class Cost(msgspec.Struct, frozen=True, array_like=True):
+    """What one request took of the engine, whoever pays for it. Times in microseconds.
+
+    `compute_us` is its part of each step's time by the tokens that it had in it, to the microsecond: the sum over all
+    requests is `EngineStats.busy_us_total`. `kv_block_us` adds up, for each of its choices, the blocks in its table
+    times the time that they were there; a block that several share counts for each of them in full, so that what a
+    request is said to hold does not depend on its neighbours, and the sum may exceed what the pool has.
+    """
+
+    compute_us: int = 0
+    kv_block_us: int = 0
+    queue_us: int = 0  # from its arrival to its first step, or to its end where it had none
+    preemptions: int = 0  # of its choices
+    recomputed: int = 0  # tokens, as in its counts
+
+
 class Update(msgspec.Struct, frozen=True, array_like=True):
     """All that one step did for one request. `finished` is true in exactly one, its last."""
 
@@ -219,6 +283,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     paused: bool = False  # the token ceiling is reached and not final: the gateway must answer
     # One for each token of the prompt, None for the first: in one update, with the first token's or before.
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    rejected: bool = False  # with Finish.ERROR: the request itself is to blame (a `GrammarRejected`)
+    cost: Cost | None = None  # with `finished`
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -238,6 +304,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     adapter_loads_total: int = 0  # times one came into a slot
     adapter_evictions_total: int = 0  # times one left it for another
     adapter_reads_total: int = 0  # times one was read from disk
+    ended_compute_us_total: int = 0  # Σ `Cost.compute_us` that was told; with what is open, `busy_us_total`
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -268,6 +335,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"  # none | int8 | int4: bits of the weights, on the native CPU step only
     adapter_slots: int = 32  # adapters resident on the device, so the most that one step computes with
     adapter_cache_bytes: int = 1 << 30  # of adapters kept in the host's memory, resident or not
+    queue_timeout_s: float | None = None  # a request that has not begun by then ends with `Finish.EXPIRED`; None: never
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
