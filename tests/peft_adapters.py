@@ -18,13 +18,32 @@ def make_adapter(model: Path, folder: Path, *, seed: int, strength: float = 0.3,
     """An adapter of `model` with PEFT's `config` (r, target_modules, …), every matrix random."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tuned = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config))
+    _randomise(tuned, seed, strength)
+    tuned.save_pretrained(folder)
+    return folder
+
+
+def make_adapters(
+    model: Path, folder: Path, configs: Sequence[dict[str, Any]], *, count: int, strength: float
+) -> list[Path]:
+    """`count` adapters, each with the next of PEFT's `configs`; much quicker than as many calls of `make_adapter`."""
+    made: dict[int, Path] = {}
+    for index, config in enumerate(configs):
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        tuned = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config))
+        for number in range(index, count, len(configs)):
+            _randomise(tuned, number, strength)
+            made[number] = folder / f"adapter-{number}"
+            tuned.save_pretrained(made[number])
+    return [made[number] for number in range(count)]
+
+
+def _randomise(tuned: Any, seed: int, strength: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in tuned.named_parameters():
         if "lora_" in name:
             width = parameter.shape[-1]
             parameter.data = torch.randn(parameter.shape, generator=generator) * strength / width**0.5
-    tuned.save_pretrained(folder)
-    return folder
 
 
 def refer(folder: Path, name: str) -> AdapterRef:
