@@ -103,7 +103,7 @@ def prompt_of(draw: random.Random, size: int) -> tuple[int, ...]:
     return tuple(draw.randrange(3, 512) for _ in range(size))
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 40_000, 1 << 30])  # nothing, a few, all of them are kept on the host
+@pytest.mark.parametrize("cache_bytes", [0, 150_000, 1 << 30])  # nothing, a few, all of them are kept on the host
 def test_ten_adapters_over_two_slots_one_of_them_corrupt(
     cache_bytes: int,
     tiny_model: Path,
@@ -166,7 +166,7 @@ def test_a_corrupt_one_is_refused_at_load_and_changes_nothing(
 def test_thirty_two_adapters_over_four_slots(
     tiny_model: Path, folders: list[Path], expected: Callable[[Path | None, tuple[int, ...]], list[int]]
 ) -> None:
-    spy = Spy(tiny_model, adapter_slots=4, adapter_cache_bytes=100_000, kv_cache_bytes=1 << 16)
+    spy = Spy(tiny_model, adapter_slots=4, adapter_cache_bytes=300_000, kv_cache_bytes=1 << 16)
     pinned = AdapterRef(id="pinned", name="pinned", path=str(folders[31]), pinned=True)
     refs: dict[Path | None, AdapterRef | None] = {folder: refer(folder, folder.name) for folder in folders[:31]}
     refs |= {folders[31]: pinned, None: None}
