@@ -120,6 +120,14 @@ def install_test_services() -> None:
         apt_install("npm")
 
 
+def build_native() -> None:
+    """The CPU kernels for this machine, where the server will look for them; in no time when they are there.
+
+    Not fatal: the program says why it failed, and the server uses PyTorch's own operations instead.
+    """
+    subprocess.run([str(PYTHON), "-m", "kernels.native"], cwd=ROOT, check=False)
+
+
 def stamp_digest() -> str:
     digest = hashlib.sha256(str((ROOT, torch_requirement(), sys.version_info[:2])).encode())
     for name in ("pyproject.toml", "constraints.txt", "deploy/install.py"):
@@ -143,6 +151,7 @@ def install(kind: str) -> None:
         make_venv()
         install_packages(kind)
         (VENV / f".installed-{kind}").write_text(stamp_digest())
+    build_native()
     if kind == "test":
         install_test_services()
 

@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno")
 # GCC 12 takes the undefined lanes in its own AVX-512 headers for a mistake of ours.
-WARNINGS = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 FORMS = {1: "generic", 2: "avx512", 4: "amx"}  # bit → name, as in cpu/matmul_forms.h
+_KEEP_S = 30 * 86400  # how long an entry of other sources or flags is kept
 _COMPILE_TIMEOUT_S = 300
 _CHECK_TIMEOUT_S = 60
 _AVAILABLE = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).meterhouse_available_forms())"
@@ -52,7 +53,12 @@ class NativeError(Exception):
 def library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
     """The library, built if it must be; None, and one line in the log that says why, where there can be none."""
     try:
-        return load(build(cache_dir or default_cache_dir()))
+        built = build(cache_dir or default_cache_dir())
+        try:
+            return load(built)
+        except NativeError:  # damaged since it was checked
+            built.unlink(missing_ok=True)
+            return load(build(cache_dir or default_cache_dir()))
     except NativeError as error:
         log.warning("the native CPU kernels are not used: %s", error)
         return None
@@ -142,14 +148,24 @@ def _build(built: Path, sources: Path, compiler: list[str], flags: Sequence[str]
     """Compile, check, and put both files of the entry in place; the caller holds the lock."""
     for stale in built.parent.glob(".building-*"):
         shutil.rmtree(stale, ignore_errors=True)
+    for old in built.parent.glob("meterhouse-*"):
+        if old.stat().st_mtime < time.time() - _KEEP_S:
+            old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=built.parent) as temporary:
         library = Path(temporary) / "library.so"
         objects = _compile(sorted(sources.glob("*.cpp")), Path(temporary), [*compiler, *flags, *WARNINGS], progress)
         _wait(_start([*compiler, *flags, "-shared", "-o", str(library), *map(str, objects)]), "linking")
         forms = _checked_forms(library, progress)
         library.with_suffix(".forms").write_text(str(forms))
+        _sync(library)
         library.with_suffix(".forms").replace(built.with_suffix(".forms"))
         library.replace(built)
+
+
+def _sync(path: Path) -> None:
+    """Whole on the disk before it gets its name: a power cut must not leave half a library to be loaded."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _compile(sources: list[Path], folder: Path, command: list[str], progress: Progress) -> list[Path]:

@@ -1,7 +1,7 @@
 """The native matrix product from Python: packed weights, and products of float32 tensors with them.
 
-Knows: how tensors are handed to `kernels/cpu/matmul.h`, and that they must be contiguous in a row, on the CPU and
-alive during a call. Does not know: a model; a whole step is one native call of its own.
+Knows: how tensors are handed to `kernels/cpu/matmul.h`, and that they must be contiguous in a row and on the CPU. Does
+not know: a model; a whole step is one native call of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class CWeight(ctypes.Structure):
 
 
 class CJob(ctypes.Structure):
-    """`meterhouse::Job`."""
+    """`meterhouse::Job`; `alive` holds what its addresses point to."""
+
+    alive: object
 
     _fields_ = [
         ("weight", POINTER(CWeight)),
@@ -174,13 +176,15 @@ class Packed:
             _require(bias, (self.outputs,), "bias")
         if addend is not None:
             _require(addend, (x.shape[0], self.outputs), "addend")
-        return CJob(
+        job = CJob(
             *(ctypes.pointer(self.struct), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0)),
             epilogue,
             None if bias is None else bias.data_ptr(),
             None if addend is None else addend.data_ptr(),
             0 if addend is None else addend.stride(0),
         )
+        job.alive = (self, x, out, bias, addend)
+        return job
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:

@@ -14,11 +14,6 @@ namespace {
 
 constexpr int kPanels = 2;
 
-inline void fetch(const Tile& t, int64_t panel, int64_t line) {
-    const std::byte* at = t.fetch + panel * t.panel_bytes + line * t.fetch_step;
-    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-}
-
 // Independent sums for each result: a dot product takes its turn every other cycle and six to finish.
 constexpr int chains(int results) { return results >= 8 ? 1 : results >= 3 ? 2 : 4; }
 

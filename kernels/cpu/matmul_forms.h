@@ -99,6 +99,10 @@ struct Tile {
     int64_t fetch_step;
 };
 
+inline void fetch(const Tile& t, int64_t panel, int64_t line) {
+    __builtin_prefetch(t.fetch + panel * t.panel_bytes + line * t.fetch_step);
+}
+
 struct Kernel {
     Operand operand;
     int64_t rows;    // a tile's most rows
@@ -110,6 +114,9 @@ struct Kernel {
 const Kernel* generic_kernel(Format format, int64_t rows);
 const Kernel* avx512_kernel(Format format, int64_t rows);
 const Kernel* amx_kernel(Format format, int64_t rows);
+
+// Inputs [at, at + count) of a panel as [count][16] floats: `at` the first of a block of 64, `count` 64 or what is left.
+void widen_block(Format format, const std::byte* panel, int64_t at, int64_t count, float* to);
 
 // The forms in the order of preference; `use_forms` limits the choice to the bits set, for tests and for a form that
 // has failed its check. The generic form is always there.

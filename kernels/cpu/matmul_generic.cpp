@@ -70,7 +70,7 @@ void widen_bf16(const std::byte* panel, int64_t at, int64_t count, float* to) {
     }
 }
 
-void widen_int8(const std::byte* panel, int64_t at, int64_t, float* to) {
+void widen_int8(const std::byte* panel, int64_t at, float* to) {
     const std::byte* block = panel + at / kBlock * block_bytes(Format::int8);
     for (int64_t k = 0; k < kBlock; k += 4) {
         const Lanes scale = scales(block + k / kGroup * 32);
@@ -82,7 +82,7 @@ void widen_int8(const std::byte* panel, int64_t at, int64_t, float* to) {
     }
 }
 
-void widen_int4(const std::byte* panel, int64_t at, int64_t, float* to) {
+void widen_int4(const std::byte* panel, int64_t at, float* to) {
     const std::byte* block = panel + at / kBlock * block_bytes(Format::int4);
     for (int64_t k = 0; k < kBlock; k += 8) {
         const Lanes scale = scales(block + k / kGroup * 32), least = scales(block + 64 + k / kGroup * 32);
@@ -102,13 +102,13 @@ void run_f32(const Tile& t) {
     }
 }
 
-template <void (*widen)(const std::byte*, int64_t, int64_t, float*)>
+template <Format format>
 void run_widened(const Tile& t) {
     alignas(64) float block[kBlock * kPanel];
     for (int64_t p = 0; p < t.panels; p++) {
         for (int64_t k = 0; k < t.inputs; k += kBlock) {
             const int64_t count = std::min(kBlock, t.inputs - k);
-            widen(t.weights + p * t.panel_bytes, k, count, block);
+            widen_block(format, t.weights + p * t.panel_bytes, k, count, block);
             accumulate_rows<kRows>(t.rows, block, reinterpret_cast<const float*>(t.operand) + k, t.operand_bytes / 4,
                                    count, k == 0, t.result + p * kPanel, t.result_stride);
         }
@@ -117,11 +117,17 @@ void run_widened(const Tile& t) {
 
 }  // namespace
 
+void widen_block(Format format, const std::byte* panel, int64_t at, int64_t count, float* to) {
+    if (format == Format::bf16) return widen_bf16(panel, at, count, to);
+    if (format == Format::int8) return widen_int8(panel, at, to);
+    widen_int4(panel, at, to);
+}
+
 const Kernel* generic_kernel(Format format, int64_t) {
     static const Kernel kernels[] = {{Operand::f32, 64, 4, run_f32},
-                                     {Operand::f32, 64, 4, run_widened<widen_bf16>},
-                                     {Operand::f32, 64, 4, run_widened<widen_int8>},
-                                     {Operand::f32, 64, 4, run_widened<widen_int4>}};
+                                     {Operand::f32, 64, 4, run_widened<Format::bf16>},
+                                     {Operand::f32, 64, 4, run_widened<Format::int8>},
+                                     {Operand::f32, 64, 4, run_widened<Format::int4>}};
     return &kernels[int(format)];
 }
 
