@@ -13,6 +13,7 @@ import asyncio
 import socket
 import ssl
 import time
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -134,12 +135,11 @@ class _Stream(asyncio.Protocol):
     # asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         if self.ended.done():
-            transport.close()
-            return
-        transport.write(self._request)
+            self._transport.close()
+        else:
+            self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._heard = time.perf_counter()

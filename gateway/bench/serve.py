@@ -11,9 +11,10 @@ import gc
 import resource
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -23,7 +24,10 @@ from gateway.bench.client import Target
 from gateway.bench.record import Answer, Begin, Record, Repeat
 from gateway.bench.workload import Bodies, Prompts
 
+T = TypeVar("T")
+
 DEFAULT_CONCURRENCY = 8
+KEPT_BYTES_MAX = 256 << 20  # of answers that are not read yet; what comes after is read as it ends
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -85,28 +89,36 @@ class Benchmark:
     async def _repeat(self, number: int, count: int, rate_per_s: float | None) -> tuple[list[Answer], Repeat, str]:
         """One round of `count` requests, prepared beforehand and read afterwards; (answers, its end, one text)."""
         requests = [self._request(number, index) for index in range(count)]
+        kept_bytes = 0
+
+        async def send(index: int) -> Callable[[], tuple[Answer, str]]:
+            nonlocal kept_bytes
+            model, request = requests[index]
+            reply = await client.ask(self._target, request)
+            kept_bytes += sum(len(piece) for _, piece in reply.pieces)
+            read = partial(client.read, reply, repeat=number, index=index, model=model, zero=began)
+            if kept_bytes <= KEPT_BYTES_MAX:
+                return read
+            answer = read()
+            return lambda: answer
+
         gc.collect()
         gc.freeze()  # so that no collection in the middle, taken for the server's silence, goes through all of these
         try:
-            cpu, began = _cpu_s(), time.perf_counter()
-            replies = await self._send([request for _, request in requests], rate_per_s, number)
-            wall_s, cpu_s = time.perf_counter() - began, _cpu_s() - cpu
+            cpu_s, began = _cpu_s(), time.perf_counter()
+            ended = await self._send(send, count, rate_per_s, number)
+            repeat = Repeat(repeat=number, wall_s=time.perf_counter() - began, client_cpu_s=_cpu_s() - cpu_s)
         finally:
             gc.unfreeze()
-        read = [
-            client.read(reply, repeat=number, index=index, model=model, zero=began)
-            for index, (reply, (model, _)) in enumerate(zip(replies, requests, strict=True))
-        ]
-        text = next((text for _, text in read if text), "")
-        return [answer for answer, _ in read], Repeat(repeat=number, wall_s=wall_s, client_cpu_s=cpu_s), text
+        answers = [read() for read in ended]
+        return [answer for answer, _ in answers], repeat, next((text for _, text in answers if text), "")
 
-    async def _send(self, requests: list[bytes], rate_per_s: float | None, number: int) -> list[client.Reply]:
-        async def send(index: int) -> client.Reply:
-            return await client.ask(self._target, requests[index])
-
+    async def _send(
+        self, send: Callable[[int], Awaitable[T]], count: int, rate_per_s: float | None, number: int
+    ) -> list[T]:
         if rate_per_s is None:
-            return await arrivals.closed_loop(send, len(requests), self._load.concurrency or DEFAULT_CONCURRENCY)
-        times_s = arrivals.poisson(rate_per_s, len(requests), self._load.seed + number)
+            return await arrivals.closed_loop(send, count, self._load.concurrency or DEFAULT_CONCURRENCY)
+        times_s = arrivals.poisson(rate_per_s, count, self._load.seed + number)
         return await arrivals.open_loop(send, times_s, self._load.concurrency)
 
     def _request(self, number: int, index: int) -> tuple[str, bytes]:
