@@ -18,8 +18,10 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 
+from engine.blocks import IntegrityError
 from engine.core import EngineCore
 from engine.logs import configure_logging
 from engine.modelcache import WeightsError
@@ -45,6 +47,11 @@ from engine.wire import (
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0
+"""So long nothing was to be done before the engine looks whether it contradicts itself."""
+
+CHECK_PAUSE_S = 5.0
+"""It does not look again before so long."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -93,6 +100,7 @@ def serve(pipe: Pipe, core: EngineCore) -> None:
     """Step while there is work, sleep while there is none. Returns by `EOFError` when the parent is gone."""
     core.adapters.wake_with(pipe.wake)
     pipe.send(Ready(core.info))
+    checked_s = 0.0
     while True:
         for message in pipe.receive():
             _obey(pipe, core, message)
@@ -106,9 +114,22 @@ def serve(pipe: Pipe, core: EngineCore) -> None:
                 pipe.send(Loaded(adapter_id, result))
         for adapter_id in core.take_unloaded():
             pipe.send(Unloaded(adapter_id))
-        if output is None and not pipe.wait(IDLE_CHECK_S):
-            core.check_integrity()
-            pipe.wait(None)
+        if output is None:
+            checked_s = _rest(pipe, core, checked_s)
+
+
+def _rest(pipe: Pipe, core: EngineCore, checked_s: float) -> float:
+    """Sleep until there is something to do. Idle for a while, look for contradictions, a slice at a time, so that
+    whoever comes waits for one slice at most. Returns when that was last done, as `checked_s` says of the last time."""
+    due_s = core.due_in_s()
+    quiet_s = max(IDLE_CHECK_S, checked_s + CHECK_PAUSE_S - time.monotonic())
+    if pipe.wait(quiet_s if due_s is None else min(quiet_s, due_s)) or (due_s is not None and due_s <= quiet_s):
+        return checked_s
+    for _ in core.checked_slices():
+        if pipe.wait(0):
+            return checked_s
+    pipe.wait(core.due_in_s())
+    return time.monotonic()
 
 
 def _obey(pipe: Pipe, core: EngineCore, message: ToChild) -> None:
@@ -182,5 +203,9 @@ def main(fd: int, parent_pid: int, builder: str) -> int:
             return 1
         gc.collect()
         gc.freeze()  # what the model brought along is there to stay: no collection need look at it again
-        serve(pipe, core)
+        try:
+            serve(pipe, core)
+        except IntegrityError:
+            log.critical("the engine contradicts itself, and ends to be started again", exc_info=True)
+            return 1
     return 0

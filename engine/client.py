@@ -26,6 +26,8 @@ class Engine(Protocol):
     - A stream that is not read never blocks another one.
     - `abort` and `set_ceiling` on an unknown or finished request do nothing. After `abort` the stream
       still yields its last update, with the counts of the step that was running when it was told.
+    - A request that has not begun within `queue_timeout_ms`, or the engine's own limit if that is less, ends with
+      `Finish.EXPIRED` and counts of 0, whatever else goes on. The last update of every request tells its `cost`.
     - When the engine dies, every open stream raises `EngineUnavailable`; the engine comes back by itself.
     - `on_step` sees a step's counts before any stream does. If it raises, no update of that step is delivered:
       streams raise `EngineUnavailable`.

@@ -209,9 +209,11 @@ class EngineCore:
         self._lose(self.adapters.collect(block=True))
         return True
 
-    def due_us(self) -> int | None:
-        """When a request that waits ends unless it has begun by then, on the engine's clock; None: there is none."""
-        return self._deadlines[0][0] if self._deadlines else None
+    def due_in_s(self) -> float | None:
+        """How long until a step may have to end a request that waits, if nothing else happens; None: never."""
+        if not self._deadlines:
+            return None
+        return max(0.0, (self._deadlines[0][0] - self._clock_us()) / 1e6)
 
     def check_integrity(self) -> None:
         for _ in self.checked_slices():

@@ -3,7 +3,8 @@
 Knows: everything the `Engine` interface promises (counts, choices, ceilings, aborts, adapters, death and
 return), acted out without torch on the caller's event loop. Does not know: how a real engine schedules.
 A choice's completion repeats its prompt, starting at the token whose number is the choice's, so a test
-can say beforehand what it will read. Blocks of prompts already seen count as cached.
+can say beforehand what it will read. Blocks of prompts already seen count as cached. Costs are acted too: each token
+is said to take `TOKEN_US`, and each step a block is held `STEP_US`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.adapters import CONFIG_FILE, WEIGHTS_FILE, digest_folder
+from engine.blocks import cache_root
 from engine.client import StepHook, UpdateStream
+from engine.scheduler import queue_full
 from engine.sequence import SequenceGroup, check_request
 from engine.tokens import Detokenizer, Tokenizer
 from engine.types import (
@@ -25,6 +28,7 @@ from engine.types import (
     AdapterRejected,
     AdapterUnknown,
     ChoiceDelta,
+    Cost,
     EngineBusy,
     EngineStats,
     EngineUnavailable,
@@ -36,6 +40,9 @@ from engine.types import (
     TokenLogprob,
     Update,
 )
+
+TOKEN_US = 100
+STEP_US = 1000
 
 
 class FakeTokenizer(Tokenizer):
@@ -79,6 +86,7 @@ class _Job:
         self.replies = replies
         self.stream = UpdateStream()
         self.aborted = False
+        self.expired = False
         self.paused = False
 
 
@@ -102,6 +110,7 @@ class FakeEngine:
         prefill_tokens: int = 512,
         max_num_seqs: int = 32,
         max_waiting: int = 1024,
+        queue_timeout_s: float | None = None,
         max_model_len: int = 4096,
         block_size: int = 16,
         restart_s: float = 0.02,
@@ -116,6 +125,7 @@ class FakeEngine:
         self._prefill_tokens = prefill_tokens
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
+        self._queue_timeout_s = queue_timeout_s
         self._block_size = block_size
         self._restart_s = restart_s
         self._info = ModelInfo(
@@ -129,9 +139,10 @@ class FakeEngine:
         self._jobs: dict[str, _Job] = {}  # open requests, oldest first
         self._adapters: dict[str, AdapterInfo] = {}
         self._unloading: dict[str, asyncio.Event] = {}
-        self._seen: set[tuple[str, str, str, tuple[int, ...]]] = set()
+        self._seen: set[tuple[bytes, tuple[int, ...]]] = set()
         self._stats = EngineStats()
         self._queries = self._hits = 0
+        self._busy_us = self._ended_us = 0
         self._restarts = 0
         self._arrivals = 0
         self._ready = False
@@ -172,8 +183,9 @@ class FakeEngine:
         if request.adapter and (request.adapter.id not in self._adapters or request.adapter.id in self._unloading):
             raise AdapterUnknown("the adapter is not loaded")
         started = sum(len(job.group.unfinished) for job in self._jobs.values() if job.group.started)
-        waiting = sum(not job.group.started for job in self._jobs.values())
-        if waiting >= self._max_waiting + max(0, self._max_num_seqs - started):
+        waiting = [job.group.request.tenant for job in self._jobs.values() if not job.group.started]
+        free = max(0, self._max_num_seqs - started)
+        if queue_full(self._max_waiting, free, len(waiting), waiting.count(request.tenant)):
             raise EngineBusy("the engine's queue is full")
         self._arrivals += 1
         replies = [self._reply(request, index) for index in range(request.n)]
@@ -181,6 +193,7 @@ class FakeEngine:
         self._jobs[request.id] = job
         self.submitted.append(request)
         self._work.set()
+        self._expire_later(job)
         return job.stream
 
     def abort(self, request_id: str) -> None:
@@ -221,6 +234,7 @@ class FakeEngine:
         self._fail_all("the engine process died")
         self._stats = EngineStats()
         self._queries = self._hits = 0
+        self._busy_us = self._ended_us = 0
         self._seen.clear()
         self._spawn(self._come_back())
 
@@ -233,6 +247,17 @@ class FakeEngine:
             self._work.clear()
             if self._step():
                 self._work.set()
+
+    def _expire_later(self, job: _Job) -> None:
+        own_ms = job.group.request.queue_timeout_ms
+        limits_s = [self._queue_timeout_s, None if own_ms is None else own_ms / 1000]
+        least_s = min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+        if least_s is not None:
+            asyncio.get_running_loop().call_later(least_s, self._expire, job)
+
+    def _expire(self, job: _Job) -> None:
+        job.expired = not job.group.started
+        self._work.set()
 
     async def _come_back(self) -> None:
         await asyncio.sleep(self._restart_s)
@@ -283,31 +308,39 @@ class FakeEngine:
             prefix_queries_total=self._queries,
             prefix_hits_total=self._hits,
             steps_total=steps,
+            busy_us_total=self._busy_us,
             adapters_loaded=len(self._adapters),
+            ended_compute_us_total=self._ended_us,
         )
 
     def _admit(self) -> None:
         running = sum(len(job.group.unfinished) for job in self._jobs.values() if job.group.started)
         for job in self._jobs.values():
             group = job.group
-            if group.started or job.aborted or (group.at_ceiling and not group.ceiling_final):
+            if group.started or job.aborted or job.expired or (group.at_ceiling and not group.ceiling_final):
                 continue
             if running > 0 and running + group.request.n > self._max_num_seqs:
                 return
             running += group.request.n
             group.started = True
             group.queue_us = max(0, time.monotonic_ns() // 1000 - group.arrived_us)
-            group.cached = group.prompt = self._cached(group.request)
+            # Log-probabilities of a prompt are not in a cache: it is computed.
+            group.cached = group.prompt = 0 if group.prompt_logprobs is not None else self._cached(group.request)
             self._queries += len(group.request.prompt)
             self._hits += group.cached
 
     def _advance(self, job: _Job) -> Update | None:
         """What this step does for one request; None when it does nothing."""
         group = job.group
+        done = group.prompt + group.completion
         if group.started and not group.at_ceiling:
             self._prefill(group)
         deltas = [] if group.prompt < len(group.request.prompt) or not group.started else self._decode(job)
-        if job.aborted:
+        self._charge(group, group.prompt + group.completion - done)
+        if job.expired:
+            group.queue_us = time.monotonic_ns() // 1000 - group.arrived_us
+            deltas = self._end(job, deltas, Finish.EXPIRED)
+        elif job.aborted:
             deltas = self._end(job, deltas, Finish.ABORT)
         elif group.at_ceiling and group.ceiling_final:
             deltas = self._end(job, deltas, Finish.QUOTA)
@@ -325,13 +358,28 @@ class FakeEngine:
             finish=group.finish if finished else None,
             queue_us=group.queue_us or 0,
             paused=paused,
+            prompt_logprobs=group.take_prompt_logprobs(),
+            cost=self._told(group) if finished else None,
         )
+
+    def _charge(self, group: SequenceGroup, tokens: int) -> None:
+        """Its part of the step."""
+        group.compute_us += tokens * TOKEN_US
+        group.kv_block_us += -(-(group.prompt + group.completion) // self._block_size) * STEP_US
+        self._busy_us += tokens * TOKEN_US
+
+    def _told(self, group: SequenceGroup) -> Cost:
+        self._ended_us += group.compute_us
+        return group.cost
 
     def _prefill(self, group: SequenceGroup) -> None:
         missing = len(group.request.prompt) - group.prompt
         group.prompt += min(missing, self._prefill_tokens)
         if missing and group.prompt == len(group.request.prompt):
             self._seen.update(self._blocks(group.request))
+            if group.prompt_logprobs is not None:
+                count = group.request.sampling.prompt_logprobs
+                group.prompt_logprobs[1:] = [_logprob(token, count or 0, rank=1) for token in group.request.prompt[1:]]
 
     def _decode(self, job: _Job) -> list[ChoiceDelta]:
         deltas = []
@@ -384,11 +432,12 @@ class FakeEngine:
         plain = [token for token in request.prompt if token not in self._info.eos_token_ids] or [0]
         return [plain[(index + i) % len(plain)] for i in range(request.sampling.max_tokens)]
 
-    def _blocks(self, request: Request) -> list[tuple[str, str, str, tuple[int, ...]]]:
+    def _blocks(self, request: Request) -> list[tuple[bytes, tuple[int, ...]]]:
         """Names of the full blocks of the prompt, all but the last token's, shortest first."""
         digest = self._adapters[request.adapter.id].digest if request.adapter else ""
+        root = cache_root(request.tenant, digest, request.cache_salt, public=request.public_cache)
         sizes = range(self._block_size, len(request.prompt), self._block_size)
-        return [(request.tenant, digest, request.cache_salt, tuple(request.prompt[:size])) for size in sizes]
+        return [(root, tuple(request.prompt[:size])) for size in sizes]
 
     def _cached(self, request: Request) -> int:
         return sum(self._block_size for name in self._blocks(request) if name in self._seen)
@@ -409,9 +458,11 @@ class FakeEngine:
 
 
 def _logprobs(token: int, count: int | None) -> list[TokenLogprob] | None:
-    if count is None:
-        return None
-    return [TokenLogprob(token, -0.5, [(token + i, -0.5 - i) for i in range(count)])]
+    return None if count is None else [_logprob(token, count)]
+
+
+def _logprob(token: int, count: int, rank: int = 0) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, [(token + i, -0.5 - i) for i in range(count)], rank)
 
 
 def _read_adapter(adapter: AdapterRef) -> AdapterInfo:

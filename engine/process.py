@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from engine.client import StepHook, UpdateStream
+from engine.scheduler import queue_full, running_limit
 from engine.sequence import check_request
 from engine.types import (
     AdapterInfo,
@@ -222,7 +223,7 @@ class EngineProcess:
             raise EngineError("a request of this id is open already")
         if request.adapter and (request.adapter.id not in self._adapters or request.adapter.id in self._unloads):
             raise AdapterUnknown("the adapter is not loaded")
-        if self._is_full():
+        if self._is_full(request.tenant):
             raise EngineBusy("the engine's queue is full")
         link.send(Submit(time.monotonic_ns() // 1000, request))
         entry = _Open(request, UpdateStream(), request.token_ceiling or 0, request.ceiling_final)
@@ -442,11 +443,13 @@ class EngineProcess:
             raise EngineUnavailable("the engine is not ready")
         return self._link
 
-    def _is_full(self) -> bool:
+    def _is_full(self, tenant: str) -> bool:
         """Whether the queue is at its limit, by what this end knows: a request without an update waits."""
+        config = self._config
         running = sum(entry.request.n for entry in self._open.values() if entry.started)
-        waiting = sum(not entry.started for entry in self._open.values())
-        return waiting >= self._config.max_waiting + max(0, self._config.max_num_seqs - running)
+        waiting = [entry.request.tenant for entry in self._open.values() if not entry.started]
+        free = max(0, running_limit(config.max_num_seqs, config.max_num_batched_tokens) - running)
+        return queue_full(config.max_waiting, free, len(waiting), waiting.count(tenant))
 
 
 def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:

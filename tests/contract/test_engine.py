@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -21,6 +22,7 @@ from engine.types import (
     AdapterRef,
     AdapterRejected,
     AdapterUnknown,
+    Cost,
     EngineBusy,
     EngineConfig,
     EngineError,
@@ -213,10 +215,9 @@ async def test_an_abort_in_prefill_counts_the_part_done(bench: Bench) -> None:
                 bench.engine.abort(id_)
             ups.append(update)
         counts = ups[-1].counts
-        assert ups[-1].finish is Finish.ABORT
         assert bench.counts_shown(id_)[-1] == counts
         assert await bench.settled()
-        if counts.completion == 0:
+        if ups[-1].finish is Finish.ABORT and counts.completion == 0:
             assert 0 < counts.prompt < 400
             assert counts.prompt % BUDGET == 0
             return
@@ -231,6 +232,50 @@ async def test_an_abort_in_the_queue_counts_nothing(bench: Bench) -> None:
     assert (last.counts, last.finish, last.finished) == (TokenCounts(), Finish.ABORT, True)
     for stream in running:
         assert (await read(stream))[-1].counts.completion == 40
+
+
+async def test_a_request_that_waits_too_long_expires_and_counts_nothing(bench: Bench) -> None:
+    running = [bench.engine.submit(bench.ask(str(i), PROMPT[:4], 500)) for i in range(4)]
+    for stream in running:
+        await anext(stream)
+    ups = await read(bench.engine.submit(bench.ask("late", n=2, queue_timeout_ms=1)))
+    patient = bench.engine.submit(bench.ask("patient", queue_timeout_ms=600_000))
+    [last] = ups
+    assert (last.counts, last.finish, last.finished, last.error) == (TokenCounts(), Finish.EXPIRED, True, None)
+    assert [(delta.index, delta.token_ids) for delta in last.deltas] == [(0, []), (1, [])]
+    assert {delta.finish for delta in last.deltas} == {Finish.EXPIRED}
+    assert last.queue_us >= 1000
+    assert last.cost == Cost(queue_us=last.queue_us)
+    assert bench.counts_shown("late") == [TokenCounts()]
+    for stream in running:
+        assert (await read(stream))[-1].finish is Finish.LENGTH
+    assert (await read(patient))[-1].finish is Finish.LENGTH
+    assert await bench.settled()
+
+
+async def test_what_requests_cost_adds_up_to_what_the_engine_was_busy(bench: Bench) -> None:
+    before = bench.engine.stats
+    streams = [bench.engine.submit(bench.ask(str(i), PROMPT[i:], 4 + i, n=1 + i % 2)) for i in range(6)]
+    results = await asyncio.gather(*map(read, streams))
+    assert await bench.settled()
+    costs = [ups[-1].cost for ups in results]
+    assert all(cost is not None and cost.compute_us > 0 and cost.kv_block_us > 0 for cost in costs)
+    assert all(up.cost is None for ups in results for up in ups[:-1])
+    told_us = bench.engine.stats.ended_compute_us_total - before.ended_compute_us_total
+    assert sum(cost.compute_us for cost in costs) == told_us
+    assert told_us == bench.engine.stats.busy_us_total - before.busy_us_total
+
+
+async def test_a_public_salt_is_shared_between_tenants_and_no_other(bench: Bench) -> None:
+    salt = uuid.uuid4().hex
+    asked = [
+        bench.ask("a", tenant="t", cache_salt=salt, public_cache=True),
+        bench.ask("b", tenant="u", cache_salt=salt, public_cache=True),
+        bench.ask("c", tenant="u", cache_salt=salt),
+        bench.ask("d", tenant="u", cache_salt=salt + "x", public_cache=True),
+    ]
+    cached = [(await read(bench.engine.submit(request)))[-1].counts.cached for request in asked]
+    assert cached == [0, 96, 0, 0]
 
 
 async def test_abort_and_ceiling_of_an_unknown_or_ended_request_do_nothing(bench: Bench) -> None:
@@ -291,6 +336,9 @@ async def test_what_cannot_be_served_is_refused_before_anything_is_computed(benc
         bench.engine.submit(bench.ask(prompt=[]))
     with pytest.raises(EngineError):
         bench.engine.submit(bench.ask(prompt=[10_000]))
+    for fields in ({"weight": 0.0}, {"weight": float("nan")}, {"queue_timeout_ms": 0}, {"public_cache": True}):
+        with pytest.raises(EngineError, match=next(iter(fields))):
+            bench.engine.submit(bench.ask(**fields))
     streams = [bench.engine.submit(bench.ask(str(i), max_tokens=20)) for i in range(8)]
     with pytest.raises(EngineBusy):
         bench.engine.submit(bench.ask("one too many"))
@@ -412,3 +460,24 @@ async def test_loaded_adapters_survive_a_death(bench: Bench, tmp_path: Path) -> 
     assert (await read(bench.engine.submit(bench.ask(adapter=kept))))[-1].finish is Finish.LENGTH
     with pytest.raises(AdapterUnknown):
         bench.engine.submit(bench.ask(adapter=gone))
+
+
+async def test_prompt_logprobs_are_told_once_and_the_prompt_is_computed(bench: Bench) -> None:
+    prompt = [5 + place % 50 for place in range(3 * BUDGET)]
+    first = bench.request("p1", prompt, 2)
+    await read(bench.engine.submit(first))
+    asked = msgspec.structs.replace(
+        first, id="p2", n=2, sampling=msgspec.structs.replace(first.sampling, prompt_logprobs=2)
+    )
+    ups = await read(bench.engine.submit(asked))
+    (told,) = [up for up in ups if up.prompt_logprobs is not None]
+    assert told.counts.completion <= 2  # with the first tokens, or before
+    assert told.prompt_logprobs is not None
+    assert told.prompt_logprobs[0] is None
+    entries = [entry for entry in told.prompt_logprobs if entry is not None]
+    assert [entry.token_id for entry in entries] == prompt[1:]
+    assert all(len(entry.top) == 2 and entry.rank >= 1 for entry in entries)
+    assert (ups[-1].counts.prompt, ups[-1].counts.cached) == (len(prompt), 0)
+    again = await read(bench.engine.submit(msgspec.structs.replace(first, id="p3")))
+    assert again[-1].counts.cached > 0
+    assert await bench.settled()
