@@ -26,7 +26,11 @@ class TenantStatus(StrEnum):
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """One customer of the house. `limits` may hold requests_per_minute, tokens_per_minute and concurrent."""
+    """One customer of the house.
+
+    `limits` may hold requests_per_minute, tokens_per_minute and concurrent, and weight: its share of the engine while
+    others want it too, 1 where there is none.
+    """
 
     id: str
     name: str

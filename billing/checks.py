@@ -12,8 +12,8 @@ ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MODEL = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
 STRIPE_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
 TEXT_LIMIT = 200
-REQUESTS, TOKENS, CONCURRENT = "requests_per_minute", "tokens_per_minute", "concurrent"
-LIMITS = (REQUESTS, TOKENS, CONCURRENT)
+REQUESTS, TOKENS, CONCURRENT, WEIGHT = "requests_per_minute", "tokens_per_minute", "concurrent", "weight"
+LIMITS = (REQUESTS, TOKENS, CONCURRENT, WEIGHT)
 LIMIT_MAX = 10**12
 LATEST_US = 253_402_300_800_000_000  # the year 10000
 

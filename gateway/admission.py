@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from billing.accounts import AdapterRecord
+from billing.checks import WEIGHT
 from billing.service import Billing
 from engine.client import Engine
 from engine.types import AdapterRef, Request, SamplingParams
@@ -74,6 +75,7 @@ class Admission:
         clock_us: Callable[[], int],
     ) -> None:
         self._settings = settings
+        self._public_salts = settings.public_salts
         self._engine = engine
         self._billing = billing
         self._spool = spool
@@ -140,7 +142,7 @@ class Admission:
                 hold=hold,
             )
             requests = [
-                _request(part_id, prompt, ask, door, purse)
+                self._request(part_id, prompt, ask, door, purse)
                 for part_id, prompt in zip(part_ids, ask.prompts, strict=True)
             ]
             # Last, as from here on the request is settled and not taken back.
@@ -189,6 +191,21 @@ class Admission:
             prompt_tokens=prompt_tokens,
         )
 
+    def _request(self, part_id: str, prompt: Sequence[int], ask: Ask, door: Door, purse: Purse) -> Request:
+        tenant = door.principal.tenant
+        return Request(
+            id=part_id,
+            prompt=list(prompt),
+            sampling=ask.sampling,
+            n=ask.n,
+            adapter=door.adapter,
+            tenant=tenant.id,
+            cache_salt=ask.cache_salt,
+            public_cache=ask.cache_salt in self._public_salts,
+            token_ceiling=purse.ceiling(part_id),
+            weight=float(tenant.limits.get(WEIGHT, 1)),
+        )
+
     def refused(self, error: ApiError) -> None:
         """Count a refusal by its code."""
         self._telemetry["meterhouse_refused_total"].labels(error.code or str(error.status)).inc()
@@ -197,19 +214,6 @@ class Admission:
 def adapter_ref(record: AdapterRecord) -> AdapterRef:
     """The engine's word for a tenant's adapter."""
     return AdapterRef(id=record.id, name=record.name, path=record.path, digest=record.digest)
-
-
-def _request(part_id: str, prompt: Sequence[int], ask: Ask, door: Door, purse: Purse) -> Request:
-    return Request(
-        id=part_id,
-        prompt=list(prompt),
-        sampling=ask.sampling,
-        n=ask.n,
-        adapter=door.adapter,
-        tenant=door.principal.tenant.id,
-        cache_salt=ask.cache_salt,
-        token_ceiling=purse.ceiling(part_id),
-    )
 
 
 def _part_ids(request_id: str, count: int) -> list[str]:

@@ -18,6 +18,7 @@ import gc
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,8 @@ from migrations.runner import MigrationError
 log = structlog.get_logger(__name__)
 
 __all__ = ["Runtime", "StartError", "open_admin", "serve"]
+
+LOADS_TOGETHER = 8  # adapters that the engine is asked to read at once, at the start
 
 NO_MODEL = ""  # without an engine nothing is asked for by a model's name
 
@@ -145,20 +148,22 @@ class Runtime:
         """Tenants' adapters into the engine, oldest first, up to its limit; one that is not loaded answers 503."""
         records = await asyncio.to_thread(_all_adapters, self.stores.billing)
         await asyncio.to_thread(sweep, self.settings.adapters_dir, {record.id for record in records})
-        loaded, left_out = 0, 0
-        for record in records:
-            if loaded == self.settings.max_adapters:
-                left_out += 1
-                continue
-            try:
-                await self.engine.load_adapter(adapter_ref(record))
-                loaded += 1
-            except EngineUnavailable:
-                raise
-            except EngineError as error:
-                log.error("adapter_not_loaded", tenant=record.tenant, adapter=record.name, reason=str(error))
-        if left_out:
-            log.error("adapters_left_out", count=left_out, loaded=loaded, max_adapters=self.settings.max_adapters)
+        loaded, left = 0, deque(records)
+        while left and loaded < self.settings.max_adapters:
+            together = min(len(left), LOADS_TOGETHER, self.settings.max_adapters - loaded)
+            loaded += sum(await asyncio.gather(*(self._load_adapter(left.popleft()) for _ in range(together))))
+        if left:
+            log.error("adapters_left_out", count=len(left), loaded=loaded, max_adapters=self.settings.max_adapters)
+
+    async def _load_adapter(self, record: AdapterRecord) -> bool:
+        try:
+            await self.engine.load_adapter(adapter_ref(record))
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            log.error("adapter_not_loaded", tenant=record.tenant, adapter=record.name, reason=str(error))
+            return False
+        return True
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let what runs finish for so long; cut and settle the rest."""
@@ -304,13 +309,20 @@ def engine_config(settings: Settings, model: Path) -> EngineConfig:
         model=str(model),
         device=settings.device,
         dtype=settings.dtype,
+        quantization=settings.quantization,
+        native=settings.native,
+        cache_dir=str(settings.cache_dir),
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
         kv_cache_bytes=settings.kv_cache_bytes,
+        memory_utilization=settings.memory_utilization,
+        queue_timeout_s=settings.queue_timeout_s,
         max_adapters=settings.max_adapters,
+        adapter_slots=settings.adapter_slots,
+        adapter_cache_bytes=settings.adapter_cache_bytes,
         max_lora_rank=settings.max_lora_rank,
         threads=settings.threads,
     )

@@ -59,19 +59,40 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     device: Annotated[str, Meta(description="auto, cpu or cuda")] = "auto"
     dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
+    quantization: Annotated[
+        str, Meta(description="bits of the weights on a CPU: none (as dtype says), int8 or int4")
+    ] = "none"
+    native: Annotated[
+        str, Meta(description="auto, on or off: compute on a CPU by the native library; auto: where it can be built")
+    ] = "auto"
     threads: Annotated[Count | None, Meta(description="CPU threads of the engine; unset: all")] = None
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV-cache block")] = 16
     kv_cache_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 20)] | None,
-        Meta(description="size of the KV cache; unset: a share of free memory"),
+        Meta(description="size of the KV cache; unset: memory_utilization decides"),
     ] = None
+    memory_utilization: Annotated[
+        float, Meta(gt=0, le=0.95, description="share of the memory free at start that the KV cache takes")
+    ] = 0.3
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences computed together")] = 32
     max_num_batched_tokens: Annotated[int, Meta(ge=16, description="token budget of one engine step")] = 512
     max_model_len: Annotated[
         Annotated[int, Meta(ge=16)] | None, Meta(description="longest context; unset: the model's own")
     ] = None
     max_waiting: Annotated[int, Meta(ge=1, description="requests that may queue in the engine")] = 1024
-    max_adapters: Annotated[int, Meta(ge=0, description="LoRA adapters loaded at once")] = 16
+    queue_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="a request that has not begun by then gets 503; unset: it waits for request_timeout_s"),
+    ] = None
+    public_cache_salts: Annotated[
+        str | None,
+        Meta(description="values of `cache_salt`, by commas, whose cached prompts all tenants share; unset: none"),
+    ] = None
+    max_adapters: Annotated[int, Meta(ge=0, description="LoRA adapters that may be loaded, wherever they lie")] = 4096
+    adapter_slots: Annotated[int, Meta(ge=1, description="of these, on the device at once")] = 32
+    adapter_cache_bytes: Annotated[
+        int, Meta(ge=0, description="of these, kept in memory; the rest are read from disk when asked for")
+    ] = 1 << 30
     max_lora_rank: Annotated[int, Meta(ge=1, description="largest LoRA rank")] = 64
 
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8 << 20
@@ -107,6 +128,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def ledger(self) -> str:
         """URL of the ledger's database."""
         return self.ledger_url or f"sqlite:///{self.data_dir.absolute() / 'ledger.sqlite3'}"
+
+    @property
+    def public_salts(self) -> frozenset[str]:
+        """The salts in `public_cache_salts`."""
+        return frozenset(filter(None, map(str.strip, (self.public_cache_salts or "").split(","))))
 
     @property
     def spool_dir(self) -> Path:
@@ -262,6 +288,8 @@ def _convert(source: str, name: str, value: Any) -> Any:
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("none", "int8", "int4"),
+    "native": ("auto", "on", "off"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "json", "console"),
 }

@@ -19,7 +19,7 @@ from gateway.admin.times import format_time
 
 Limits = Annotated[
     dict[str, int],
-    Meta(description=f"{', '.join(LIMITS)}; an absent one does not limit"),
+    Meta(description=f"{', '.join(LIMITS)}; an absent one does not limit; weight: share of the engine, 1 if absent"),
 ]
 
 
