@@ -123,13 +123,23 @@ def build() -> dashboard.Dashboard:
         lines("Settlement", "Time to make one durable.", _latency("meterhouse_settle_seconds"), unit="s"),
         lines(
             "Engine restarts and adapters",
-            "Restarts in the last hour; LoRA adapters loaded.",
+            "Restarts in the last hour; LoRA adapters loaded, and on the device.",
             [
                 (
                     f'sum (increase({metric("meterhouse_engine_restarts_total")}{{instance=~"$instance"}}[1h]))',
                     "restarts",
                 ),
                 (gauge("meterhouse_adapters_loaded"), "adapters"),
+                (gauge("meterhouse_adapters_resident"), "on the device"),
+            ],
+        ),
+        lines(
+            "Adapters coming and going",
+            "Per second: into a slot of the device, out of it for another, read from disk.",
+            [
+                (rate("meterhouse_adapter_loads_total"), "loads"),
+                (rate("meterhouse_adapter_evictions_total"), "evictions"),
+                (rate("meterhouse_adapter_reads_total"), "reads"),
             ],
         ),
         lines(

@@ -90,7 +90,7 @@ class AdapterReader:
 
     def take(self, *, block: bool = False) -> list[tuple[str, HostAdapter | AdapterRejected]]:
         """What has been read, or why not; `block`: wait for one, if there is one to wait for."""
-        taken = []
+        taken: list[tuple[str, HostAdapter | AdapterRejected]] = []
         while self._pending:
             try:
                 result = self._done.get(block=block and not taken)

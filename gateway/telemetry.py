@@ -73,7 +73,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_engine_restarts_total", "counter", "Times the engine process was started again."),
     MetricSpec("meterhouse_engine_steps_total", "counter", "Engine steps."),
     MetricSpec("meterhouse_engine_busy_seconds_total", "counter", "Time the engine spent in steps."),
-    MetricSpec("meterhouse_adapters_loaded", "gauge", "LoRA adapters in the engine."),
+    MetricSpec("meterhouse_adapters_loaded", "gauge", "LoRA adapters that the engine knows."),
+    MetricSpec("meterhouse_adapters_resident", "gauge", "Of these, in a slot on the device."),
+    MetricSpec("meterhouse_adapter_loads_total", "counter", "Times an adapter came into a slot."),
+    MetricSpec("meterhouse_adapter_evictions_total", "counter", "Times an adapter left its slot for another."),
+    MetricSpec("meterhouse_adapter_reads_total", "counter", "Times an adapter was read from disk."),
     MetricSpec("meterhouse_probe_tokens_total", "counter", "Tokens computed for readiness probes; billed to nobody."),
     MetricSpec("meterhouse_idempotent_answers_total", "counter", "Retries answered without work.", ("kind",)),
     MetricSpec("meterhouse_build_info", "gauge", "1, with the version and the base model.", ("version", "model_name")),
@@ -151,10 +155,14 @@ class Telemetry:
         self["vllm:num_requests_waiting"].set(stats.waiting)
         self["vllm:kv_cache_usage_perc"].set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)
         self["meterhouse_adapters_loaded"].set(stats.adapters_loaded)
+        self["meterhouse_adapters_resident"].set(stats.adapters_resident)
         for name, grown in (
             ("vllm:num_preemptions_total", stats.preemptions_total - before.preemptions_total),
             ("vllm:prefix_cache_queries_total", stats.prefix_queries_total - before.prefix_queries_total),
             ("vllm:prefix_cache_hits_total", stats.prefix_hits_total - before.prefix_hits_total),
+            ("meterhouse_adapter_loads_total", stats.adapter_loads_total - before.adapter_loads_total),
+            ("meterhouse_adapter_evictions_total", stats.adapter_evictions_total - before.adapter_evictions_total),
+            ("meterhouse_adapter_reads_total", stats.adapter_reads_total - before.adapter_reads_total),
             ("meterhouse_engine_steps_total", stats.steps_total - before.steps_total),
             ("meterhouse_engine_busy_seconds_total", (stats.busy_us_total - before.busy_us_total) / 1e6),
         ):
