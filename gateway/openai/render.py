@@ -18,6 +18,7 @@ from gateway.sse import DONE
 _encode = msgspec.json.Encoder().encode
 
 INSUFFICIENT_QUOTA = "insufficient_quota"
+PromptLogprobs = list[TokenLogprob | None]
 _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.QUOTA: "length"}
 
 
@@ -67,7 +68,29 @@ class Dialect(Protocol):
         """The fields of a whole choice."""
         ...
 
+    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The prompts' log-probabilities, where vLLM has them: fields of the body, and of each choice."""
+        ...
+
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]: ...
+
+
+def prompt_json(found: PromptLogprobs, tokenizer: Pieces) -> list[dict[str, Any] | None]:
+    """vLLM's list: for each token of the prompt, it and the most likely ones by id; null for the first."""
+    listed: list[dict[str, Any] | None] = []
+    for entry in found:
+        if entry is None:
+            listed.append(None)
+            continue
+        ranked = [(entry.token_id, entry.logprob, entry.rank)]
+        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+        listed.append(
+            {
+                str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.piece(token)}
+                for token, logprob, rank in ranked
+            }
+        )
+    return listed
 
 
 class ChatDialect:
@@ -89,6 +112,9 @@ class ChatDialect:
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": "".join(choice.text), "refusal": None}}
+
+    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        return {"prompt_logprobs": prompt_json(prompts[0], self._tokenizer)}, []
 
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
         content = [
@@ -127,6 +153,10 @@ class TextDialect:
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {"text": self._prompt_of(choice) + "".join(choice.text)}
+
+    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        told = [{"prompt_logprobs": prompt_json(found, self._tokenizer)} for found in prompts]
+        return {}, [fields for fields in told for _ in range(n)]
 
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
         pieces = [self._tokenizer.piece(entry.token_id) for entry in entries]
@@ -169,6 +199,7 @@ class Renderer:
         self._include_usage = include_usage
         self._n = n
         self._choices = [Choice(index) for index in range(choices)]
+        self._prompts: dict[int, PromptLogprobs] = {}  # by prompt, where they were asked for
         identity = {"id": dialect.id_prefix + request_id, "object": "", "created": created_s, "model": model}
         self._whole = {**identity, "object": dialect.object}
         self._head = _encode({**identity, "object": dialect.chunk_object})[:-1] + b',"choices":['
@@ -177,6 +208,8 @@ class Renderer:
     def update(self, part: int, update: Update) -> list[bytes]:
         """Take what a step did for one prompt; the frames that say it, if this is a stream."""
         frames: list[bytes] = []
+        if update.prompt_logprobs is not None:
+            self._prompts[part] = update.prompt_logprobs
         for delta in update.deltas:
             choice = self._choices[part * self._n + delta.index]
             if delta.finish is not None:
@@ -229,12 +262,22 @@ class Renderer:
     def ending(self, counts: TokenCounts) -> list[bytes]:
         """What may leave once the request is settled: the usage chunk and `[DONE]`, or the whole body."""
         if not self._stream:
-            choices = [self._whole_choice(choice) for choice in self._choices]
-            return [_encode({**self._whole, "choices": choices, "usage": counts_json(counts)})]
+            return [_encode(self._whole_body(counts))]
         if not self._include_usage:
             return [DONE]
         usage = b'],"usage":' + _encode(counts_json(counts)) + b"}\n\n"
         return [b"data: " + self._head + usage, DONE]
+
+    def _whole_body(self, counts: TokenCounts) -> dict[str, Any]:
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        body = {**self._whole, "choices": choices, "usage": counts_json(counts)}
+        if self._prompts and len(self._prompts) * self._n == len(choices):  # not where the money ended before
+            prompts = [found for _, found in sorted(self._prompts.items())]
+            of_body, of_choices = self._dialect.prompt(prompts, self._n)
+            body |= of_body
+            for choice, fields in zip(choices, of_choices, strict=False):
+                choice |= fields
+        return body
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {

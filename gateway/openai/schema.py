@@ -52,6 +52,9 @@ class Sampling(Body, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     user: Str | None = None
     metadata: dict[str, str] | None = None
     cache_salt: Str | None = None
@@ -207,6 +210,8 @@ def sampling_params(
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias or {}),
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         logprobs=logprobs,
         **given,
     )
@@ -225,6 +230,7 @@ _SHARED = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "prompt_logprobs",
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
@@ -245,12 +251,14 @@ def _token_id(text: str) -> int:
 
 
 def check_common(body: Sampling, *, max_n: int) -> int:
-    """`n`, after the checks both endpoints share: bounds of n and metadata, stream_options without stream."""
+    """`n`, after the checks both endpoints share: bounds of n and metadata, what needs or forbids a stream."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= max_n:
         raise invalid("n", f"must lie between 1 and {max_n}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed when stream is true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "not available when stream is true")
     metadata = body.metadata or {}
     if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
         raise invalid("metadata", "at most 16 pairs, keys of at most 64 and values of at most 512 characters")

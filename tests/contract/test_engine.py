@@ -464,7 +464,7 @@ async def test_loaded_adapters_survive_a_death(bench: Bench, tmp_path: Path) -> 
 
 async def test_prompt_logprobs_are_told_once_and_the_prompt_is_computed(bench: Bench) -> None:
     prompt = [5 + place % 50 for place in range(3 * BUDGET)]
-    first = bench.request("p1", prompt, 2)
+    first = bench.ask("p1", prompt, 2)
     await read(bench.engine.submit(first))
     asked = msgspec.structs.replace(
         first, id="p2", n=2, sampling=msgspec.structs.replace(first.sampling, prompt_logprobs=2)

@@ -145,6 +145,8 @@ def test_sampling_fields_reach_the_engine(gateway: RunningGateway) -> None:
             "repetition_penalty": 1.1,
             "min_tokens": 1,
             "stop_token_ids": [9],
+            "bad_words": ["no", "never again"],
+            "allowed_token_ids": [97, 98],
             "cache_salt": "s",
         },
     )
@@ -154,7 +156,38 @@ def test_sampling_fields_reach_the_engine(gateway: RunningGateway) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias) == (1, -1, {5: 3})
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (4, 0.1, 1.1)
     assert (sampling.min_tokens, sampling.stop_token_ids) == (1, (9,))
+    assert (sampling.bad_words, sampling.allowed_token_ids) == (("no", "never again"), (97, 98))
     assert (request.cache_salt, request.tenant) == ("s", "acme")
+
+
+def test_prompt_logprobs_stand_where_vllm_has_them(gateway: RunningGateway) -> None:
+    """A chat's in the body, a text's in each of its choices; by token id, with rank and text, null for the first."""
+    client = sdk(gateway)
+    asked = {"prompt_logprobs": 1, "ignore_eos": True}
+    answer = client.completions.create(model="fake", prompt=["ab", "xyz"], max_tokens=1, n=2, extra_body=asked)
+    told = {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    found = [choice.prompt_logprobs for choice in answer.choices]  # type: ignore[attr-defined]
+    assert found[0] == found[1] == [None, {"98": told}]
+    assert (
+        found[2]
+        == found[3]
+        == [
+            None,
+            {
+                "121": told | {"decoded_token": "y"},
+            },
+            {"122": told | {"decoded_token": "z"}},
+        ]
+    )
+    chat = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1, extra_body=asked)
+    listed = chat.prompt_logprobs  # type: ignore[attr-defined]
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens_details is not None
+    assert len(listed) == chat.usage.prompt_tokens
+    assert listed[0] is None
+    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1)
+    assert plain.usage is not None
+    assert not hasattr(plain, "prompt_logprobs")
 
 
 def test_chat_default_reaches_to_the_end_of_the_context(make_gateway: MakeGateway) -> None:
