@@ -22,6 +22,7 @@ being under never day same another know while last might us great old year off c
 right used take three
 """
 WORDS = _COMMON.split()
+MARKS_MAX = 8
 MARKS = (".", ",", "!", "?", ";", ":", "-", "a", "0")
 
 
@@ -40,10 +41,11 @@ class Filler:
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self.exact = tokenizer is not None
-        self._words = WORDS
+        self._words, self._tokens_per_word = WORDS, 1.0
         if tokenizer is not None:
             single = [word for word in WORDS if self._adds_one(tokenizer, word)]
             self._words = single if len(single) >= 8 else WORDS
+            self._tokens_per_word = max(1.0, len(tokenizer.encode(" ".join(self._words))) / len(self._words))
 
     def text(
         self, tokens: int, rng: random.Random, *, head: str = "", count: Callable[[str], int] | None = None
@@ -59,23 +61,26 @@ class Filler:
         least = count(head or self._words[0])
         if least > tokens:
             raise FillError(f"a prompt of {tokens} tokens is too short: the least that can be sent has {least}")
-        words = ([head] if head else []) + rng.choices(self._words, k=tokens - least)
+        words = [head] if head else []
         for _ in range(TRIES_MAX):
             text = " ".join(words)
-            over = count(text) - tokens
-            if over == 0:
-                return text
-            if over > 0:
-                del words[max(1, len(words) - over) :]
-            elif over == -1 and (mark := self._mark(text, tokens, count)):
-                return text + mark
+            missing = tokens - count(text)
+            if missing < 0:
+                del words[max(len(words) + missing, 1) :]  # a word has at least one token
+            elif missing <= MARKS_MAX and (whole := self._topped_up(text, tokens, count)) is not None:
+                return whole
             else:
-                words += rng.choices(self._words, k=max(1, -over // 2))
+                words += rng.choices(self._words, k=max(1, int(missing / self._tokens_per_word)))
         raise FillError(f"no text of exactly {tokens} tokens was found with this tokenizer")
 
-    def _mark(self, text: str, tokens: int, count: Callable[[str], int]) -> str | None:
-        """What makes it one token longer, if a word may make it two."""
-        return next((mark for mark in MARKS if count(text + mark) == tokens), None)
+    def _topped_up(self, text: str, tokens: int, count: Callable[[str], int]) -> str | None:
+        """The text with marks after it, each one token more, until it has `tokens`; None where none is one more."""
+        while (have := count(text)) != tokens:
+            longer = next((text + mark for mark in MARKS if count(text + mark) == have + 1), None)
+            if longer is None:
+                return None
+            text = longer
+        return text
 
     @staticmethod
     def _adds_one(tokenizer: TextTokenizer, word: str) -> bool:
