@@ -19,6 +19,7 @@ class Outcome(StrEnum):
     FINISHED = "finished"  # stop or length; also where the money ended (finish_reason "quota")
     ABORT = "abort"  # the client went away
     DEADLINE = "deadline"
+    EXPIRED = "expired"  # it waited in the engine's queue for longer than it may
     ENGINE_DIED = "engine_died"
     ERROR = "error"  # this request alone failed in the engine
     SHUTDOWN = "shutdown"

@@ -7,6 +7,7 @@ Knows: how updates become frames, when to ask for money, and every way a request
 | stop, max_tokens, end of money  | `finished`    | the answer; at the end of money `length`/`insufficient_quota`|
 | its client went away            | `abort`       | -                                                            |
 | `request_timeout_s`             | `deadline`    | 504, or an error frame                                       |
+| `queue_timeout_s`               | `expired`     | 503 with retry-after, or an error frame; nothing is billed   |
 | the engine's death              | `engine_died` | 503, or an error frame                                       |
 | a fault of this request         | `error`       | 500, or an error frame                                       |
 | the server's stop               | `shutdown`    | 503, or an error frame                                       |
@@ -36,13 +37,23 @@ log = structlog.get_logger(__name__)
 _CUT_TEXT: dict[Outcome, Callable[[], ApiError]] = {
     Outcome.ABORT: lambda: InternalError("The request was aborted."),
     Outcome.DEADLINE: lambda: DeadlineExceeded("The request took longer than this server allows."),
+    Outcome.EXPIRED: lambda: Unavailable(
+        "The request waited in the queue for longer than this server lets it; try again.",
+        code="queue_timeout",
+        retry_after_s=5,
+    ),
     Outcome.SHUTDOWN: lambda: Unavailable("The server is shutting down.", code="shutting_down", retry_after_s=5),
 }
-_GRAVEST_FIRST = (Finish.ERROR, Finish.ABORT, Finish.QUOTA, Finish.LENGTH, Finish.STOP)
+_GRAVEST_FIRST = (Finish.ERROR, Finish.EXPIRED, Finish.ABORT, Finish.QUOTA, Finish.LENGTH, Finish.STOP)
+_UNFINISHED = (Finish.ERROR, Finish.EXPIRED, Finish.ABORT)
 
 
 class RequestFailed(EngineError):
     """The engine could not go on with this request alone."""
+
+
+class RequestExpired(EngineError):
+    """The engine did not begin with this request in time."""
 
 
 class Generation:
@@ -179,6 +190,8 @@ class Generation:
         )
         if update.paused:
             self._ask_for_money(part_id)
+        if update.finish is Finish.EXPIRED:  # nothing of it is said, so that it can still be a status
+            raise RequestExpired("the request waited in the queue for too long")
         self.answer.say(self._renderer.update(part, update))
         if update.finish is Finish.ERROR:
             raise RequestFailed(update.error or "the engine could not go on with this request")
@@ -222,11 +235,13 @@ class Generation:
 
     def _outcome(self, fault: Exception | None) -> tuple[Outcome, str]:
         finish = next((finish for finish in _GRAVEST_FIRST if finish in self._ends), None)
-        complete = len(self._ends) == len(self._admitted.requests) and finish not in (Finish.ABORT, Finish.ERROR)
+        complete = len(self._ends) == len(self._admitted.requests) and finish not in _UNFINISHED
         if complete and fault is None and finish is not None:
             return Outcome.FINISHED, finish.value  # also where a cut came too late to change anything
         if self._cut is not None:
             return self._cut, ""
+        if finish is Finish.EXPIRED:
+            return Outcome.EXPIRED, ""
         if isinstance(fault, EngineUnavailable):
             return Outcome.ENGINE_DIED, ""
         return Outcome.ERROR, ""

@@ -140,6 +140,58 @@ def test_deadline(make_gateway: MakeGateway, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_too_long_in_the_queue(make_gateway: MakeGateway, stream: bool) -> None:
+    gateway = make_gateway(engine=slow_engine(max_num_seqs=1, queue_timeout_s=0.05))
+    key = gateway.tenant()
+    with (
+        gateway.http(key) as client,
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as busy,
+    ):
+        lines = busy.iter_lines()
+        next(lines)
+        late = httpx.post(
+            f"{gateway.url}/v1/chat/completions",
+            json={**CHAT, "stream": stream},
+            headers={"authorization": f"Bearer {key}"},
+        )
+    assert late.status_code == 503
+    assert late.headers["retry-after"] == "5"
+    assert late.json()["error"]["code"] == "queue_timeout"
+    events = gateway.wait_events(2)
+    gateway.idle()
+    event = next(event for event in events if event.outcome == "expired")
+    assert (event.prompt_tokens, event.cached_tokens, event.completion_tokens, event.finish_reason) == (0, 0, 0, "")
+    assert event.queue_us >= 50_000
+    tokens_match(gateway, events)
+    assert gateway.metric("meterhouse_requests_total", outcome="expired") == 1
+    assert gateway.metric("meterhouse_holds_open") == 0
+    others = sum(other.completion_tokens for other in events if other is not event)
+    assert gateway.metric("meterhouse_settled_tokens_total", kind="completion") == others
+
+
+def test_an_error_frame_ends_a_stream_that_waited_too_long_behind_keep_alives(make_gateway: MakeGateway) -> None:
+    gateway = make_gateway(engine=slow_engine(max_num_seqs=1, queue_timeout_s=0.3), keepalive_s=0.05)
+    key = gateway.tenant()
+    with (
+        gateway.http(key) as client,
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as busy,
+    ):
+        lines = busy.iter_lines()
+        next(lines)
+        late = httpx.post(
+            f"{gateway.url}/v1/chat/completions",
+            json={**CHAT, "stream": True},
+            headers={"authorization": f"Bearer {key}"},
+        )
+    assert late.status_code == 200
+    assert ": keep-alive" in late.text
+    assert read_chunks(late.text.splitlines())[-1]["error"]["code"] == "queue_timeout"
+    assert late.text.endswith("data: [DONE]\n\n")
+    assert "expired" in {event.outcome for event in gateway.wait_events(2)}
+    gateway.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_engine_dies(make_gateway: MakeGateway, stream: bool) -> None:
     gateway = make_gateway(engine=slow_engine())
     answers: list[httpx.Response] = []
