@@ -31,8 +31,11 @@ class Penalties:
     def __init__(self, rows: Collection[int], sequences: Collection[Sequence], earlier: Penalties | None) -> None:
         """`rows`: where in the batch the `sequences` stand, all of which ask for a penalty."""
         self._rows = np.array(rows, dtype=np.int64)
+        self._sequences = list(sequences)
         self._number = {sequence: number for number, sequence in enumerate(sequences)}
         self._lengths = [len(sequence.tokens) for sequence in sequences]  # what is counted of each
+        if earlier is not None:
+            earlier._catch_up()
         held = [self._take_over(sequence, earlier) for sequence in sequences]
         self._sizes = np.array([len(tokens) for tokens, _ in held], dtype=np.int64)
         room = int(self._sizes.max()) + _ROOM
@@ -47,31 +50,28 @@ class Penalties:
         self._presence = _column([one.presence_penalty for one in params])
         self._frequency = _column([one.frequency_penalty for one in params])
 
-    def _take_over(self, sequence: Sequence, earlier: Penalties | None) -> tuple[Ids, Floats]:
-        """Its different tokens, and how often each was sampled: the batch before knows all but the last of them."""
-        number = None if earlier is None else earlier._number.get(sequence)
-        if earlier is None or number is None:
-            return _counted(sequence.tokens, sequence.num_prompt)
-        size = int(earlier._sizes[number])
-        tokens, counts = earlier._tokens[number, :size], earlier._counts[number, :size].copy()
-        for token in sequence.tokens[earlier._lengths[number] :]:
-            places = np.flatnonzero(tokens == token)
-            if len(places):
-                counts[places[0]] += 1
-            else:
-                tokens, counts = np.append(tokens, token), np.append(counts, np.float32(1))
-        return tokens, counts
+    def _catch_up(self) -> None:
+        """Count what its sequences have said since the last step, if that is the one token that a step gives."""
+        if [len(sequence.tokens) for sequence in self._sequences] == [length + 1 for length in self._lengths]:
+            self.update()
 
-    def update(self, last_tokens: Ids) -> None:
-        """Count one more token for every row of the whole batch; `last_tokens` has an entry for each."""
-        new = last_tokens[self._rows]
+    def _take_over(self, sequence: Sequence, earlier: Penalties | None) -> tuple[Ids, Floats]:
+        """Its different tokens and how often each was sampled, from the batch before where that knows them."""
+        number = None if earlier is None else earlier._number.get(sequence)
+        if earlier is None or number is None or earlier._lengths[number] != len(sequence.tokens):
+            return _counted(sequence.tokens, sequence.num_prompt)
+        size = earlier._sizes[number]
+        return earlier._tokens[number, :size], earlier._counts[number, :size]
+
+    def update(self) -> None:
+        """Count the last token of every sequence."""
+        new = np.array([sequence.tokens[-1] for sequence in self._sequences], dtype=np.int64)
         self._lengths = [length + 1 for length in self._lengths]
         places = (self._tokens == new[:, None]).argmax(1)
         numbers = np.arange(len(new))
-        unknown = self._tokens[numbers, places] != new
-        if unknown.any():
-            self._append(numbers[unknown], new[unknown])
-        known = ~unknown
+        known = self._tokens[numbers, places] == new
+        if not known.all():
+            self._append(numbers[~known], new[~known])
         self._counts[numbers[known], places[known]] += 1
         first = numbers[known & (places == 0)]
         if len(first):

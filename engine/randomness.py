@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,13 @@ _ATTEMPTS = 0xD1342543DE82EF95  # odd and without a pattern: the keys of two att
 def stream_key(request: Request, choice: int) -> int:
     """64 bits hashed from the seed, or without one from the request's id, which no other request has."""
     seed = request.sampling.seed
-    origin = request.id.encode() if seed is None else struct.pack("<q", seed)
-    digest = hashlib.blake2b(struct.pack("<?I", seed is None, choice) + origin, digest_size=8).digest()
+    return _key(request.id if seed is None else seed, choice)
+
+
+@lru_cache(maxsize=4096)
+def _key(origin: str | int, choice: int) -> int:
+    said = origin.encode() if isinstance(origin, str) else struct.pack("<q", origin)
+    digest = hashlib.blake2b(struct.pack("<?I", isinstance(origin, str), choice) + said, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 

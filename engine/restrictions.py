@@ -63,10 +63,10 @@ class Restrictions:
         allowed = [ids + row_of[sequence] * vocab for sequence, ids in self._ids.items()]
         self._allowed = np.concatenate(allowed) if allowed else np.empty(0, dtype=np.int64)
 
-    def update(self, last_tokens: Ids) -> None:
-        """One more token for every row of the whole batch; `last_tokens` has an entry for each."""
+    def update(self) -> None:
+        """Take in the last token of every sequence."""
         self._lengths += 1
-        self._words.update(last_tokens)
+        self._words.update()
 
     def apply(self, scores: Rows) -> None:
         """Lower what the rows may not say. A mask from elsewhere (a grammar's) is hard too, and belongs behind this."""
@@ -90,7 +90,7 @@ class _Words:
         longer = [(number, row, word) for number, row, word in words if len(word) > 1]
         self._numbers = np.array([number for number, _, _ in longer], dtype=np.int64)
         self._lasts = np.array([row * vocab + word[-1] for _, row, word in longer], dtype=np.int64)
-        self._rows = np.array([row for row, _ in every], dtype=np.int64)
+        self._sequences = list(sequences)
         depth = max((len(word) - 1 for _, _, word in longer), default=0)
         # -1 stands for any token in a word's beginning, -2 for none in what was sampled so far.
         self._firsts = np.array([_padded(word[:-1], depth, -1) for _, _, word in longer], dtype=np.int64)
@@ -99,10 +99,10 @@ class _Words:
             dtype=np.int64,
         )
 
-    def update(self, last_tokens: Ids) -> None:
+    def update(self) -> None:
         if len(self._tails):
             self._tails[:, :-1] = self._tails[:, 1:]
-            self._tails[:, -1] = last_tokens[self._rows]
+            self._tails[:, -1] = [sequence.tokens[-1] for sequence in self._sequences]
 
     def apply(self, scores: Rows) -> None:
         if len(self._always):

@@ -115,7 +115,6 @@ class _Batch:
         self.logprobs = Logprobs(telling, [params[row].logprobs or 0 for row in telling]) if telling else None
         self._random = np.array([row for row, asked in enumerate(params) if asked.temperature > 0.0], dtype=np.int64)
         self._draws = _Draws([sequences[row] for row in self._random.tolist()], vocab) if len(self._random) else None
-        self._follows = bool(punished or bound)
 
     @property
     def changes(self) -> bool:
@@ -130,12 +129,10 @@ class _Batch:
         self._lengths = lengths
         if self._draws is not None:
             self._draws.positions += 1
-        if self._follows:
-            last = np.array([sequence.tokens[-1] for sequence in self.sequences], dtype=np.int64)
-            if self._penalties is not None:
-                self._penalties.update(last)
-            if self._restrictions is not None:
-                self._restrictions.update(last)
+        if self._penalties is not None:
+            self._penalties.update()
+        if self._restrictions is not None:
+            self._restrictions.update()
         return True
 
     def change(self, scores: Rows) -> None:
