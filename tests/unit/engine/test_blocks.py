@@ -23,6 +23,15 @@ def test_roots_tell_apart_what_joins_to_the_same_text() -> None:
     assert len({cache_root(*identity) for identity in identities}) == len(identities)
 
 
+def test_a_public_salt_is_nobodys_and_no_tenants() -> None:
+    public = cache_root("a", "d", "s", public=True)
+    assert public == cache_root("b", "d", "s", public=True)
+    tenants = [("a", "d", "s"), ("", "d", "s"), ("public", "d", "s"), ("d", "s", ""), ("public", "", "ds")]
+    assert public not in {cache_root(*identity) for identity in tenants}
+    others = [("a", "e", "s"), ("a", "d", "t"), ("a", "ds", ""), ("a", "", "ds")]
+    assert public not in {cache_root(*identity, public=True) for identity in others}
+
+
 def test_a_key_depends_on_the_parent_and_on_the_border_between_tokens() -> None:
     root, other = cache_root("a", "", ""), cache_root("b", "", "")
     assert block_key(root, [1, 2]) != block_key(other, [1, 2])
@@ -114,3 +123,23 @@ def test_integrity_sees_a_lost_and_a_foreign_block() -> None:
         pool.check_integrity([[block], [block]])
     with pytest.raises(IntegrityError):
         pool.check_integrity([[block], [2]])
+
+
+def test_a_check_comes_in_slices_that_look_at_every_block() -> None:
+    for wrong in range(5):
+        pool = BlockPool(5, 1)
+        assert len(list(pool.checked_slices([], 2))) == 3
+        pool.share([wrong])
+        slices = pool.checked_slices([], 2)
+        for _ in range(wrong // 2):
+            next(slices)
+        with pytest.raises(IntegrityError):
+            next(slices)
+
+
+def test_a_block_is_sole_while_one_table_has_it() -> None:
+    pool = BlockPool(2, 1)
+    [block] = pool.allocate(1)
+    assert pool.is_sole(block)
+    pool.share([block])
+    assert not pool.is_sole(block)

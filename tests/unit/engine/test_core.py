@@ -9,6 +9,7 @@ from engine.types import (
     AdapterRef,
     AdapterRejected,
     AdapterUnknown,
+    Cost,
     EngineBusy,
     EngineError,
     Finish,
@@ -30,7 +31,10 @@ def spell(text: str):
 
 
 def request(id_: str = "r", prompt: list[int] | None = None, **fields) -> Request:
-    ours = {"n", "token_ceiling", "ceiling_final", "tenant", "cache_salt", "adapter"}
+    ours = {
+        *("n", "token_ceiling", "ceiling_final", "tenant", "cache_salt", "adapter"),
+        *("queue_timeout_ms", "public_cache", "weight"),
+    }
     sampling = SamplingParams(**{"max_tokens": 8} | {k: v for k, v in fields.items() if k not in ours})
     rest = {k: v for k, v in fields.items() if k in ours}
     return Request(id=id_, prompt=PROMPT if prompt is None else prompt, sampling=sampling, **rest)
@@ -363,3 +367,179 @@ def test_the_stats_tell_what_is_there() -> None:
     last = drain(core)[-1].stats
     assert (last.running, last.waiting, last.blocks_used, last.steps_total) == (0, 0, 0, 4)
     assert (last.prefix_queries_total, last.prefix_hits_total) == (48, 20)
+
+
+class Clock:
+    """Microseconds; a step of the scripted runner takes `step_us` of them."""
+
+    def __init__(self, step_us: int = 0) -> None:
+        self.now_us = 1_000_000
+        self.step_us = step_us
+
+    def __call__(self) -> int:
+        return self.now_us
+
+    def core(self, runner: ScriptedRunner | None = None, **config) -> EngineCore:
+        runner = runner or ScriptedRunner()
+        execute = runner.execute
+
+        def timed(plan):
+            self.now_us += self.step_us
+            return execute(plan)
+
+        runner.execute = timed
+        core = make_core(runner, **config)
+        core._clock_us = self
+        return core
+
+
+def test_who_waits_too_long_expires_at_the_next_step_though_the_engine_is_busy() -> None:
+    clock = Clock(step_us=1000)
+    core = clock.core(max_num_seqs=1)
+    core.add(request("a", max_tokens=20))
+    core.add(request("b", n=2, queue_timeout_ms=3))
+    core.add(request("c", queue_timeout_ms=4))
+    outputs = [core.step() for _ in range(3)]
+    assert not updates(outputs, "b")
+    output = core.step()
+    [up] = output.updates
+    assert (up.request_id, up.counts, up.finish, up.finished) == ("b", TokenCounts(), Finish.EXPIRED, True)
+    assert [(delta.token_ids, delta.finish) for delta in up.deltas] == [([], Finish.EXPIRED)] * 2
+    assert up.cost == Cost(queue_us=3000)
+    assert up.queue_us == 3000
+    core.abort("a")
+    outputs = drain(core)
+    assert updates(outputs, "c")[-1].finish is Finish.LENGTH  # there was room for it in time
+    assert all_free(core)
+
+
+@pytest.mark.parametrize(
+    ("engines_s", "own_ms", "waits_us"), [(0.01, None, 10_000), (0.01, 4, 4000), (0.01, 40, 10_000)]
+)
+def test_the_lesser_of_two_limits_stands_and_is_told_to_who_sleeps(engines_s, own_ms, waits_us) -> None:
+    clock = Clock()
+    core = clock.core(max_num_seqs=1, queue_timeout_s=engines_s)
+    core.add(request("a", max_tokens=40))
+    core.step()
+    clock.now_us += 500_000  # it has begun: its own limit means nothing any more
+    core.add(request("b", queue_timeout_ms=own_ms))
+    assert updates([core.step()], "a")[0].finish is None
+    assert core.due_in_s() == waits_us / 1e6
+    clock.now_us += waits_us - 1
+    assert not updates([core.step()], "b")
+    clock.now_us += 1
+    assert updates([core.step()], "b")[0].finish is Finish.EXPIRED
+    assert core.due_in_s() is None
+    drain(core)
+    assert all_free(core)
+
+
+def test_one_that_was_preempted_has_begun_and_does_not_expire() -> None:
+    clock = Clock(step_us=10_000)
+    core = clock.core(ScriptedRunner(num_blocks=9), queue_timeout_s=0.005)
+    for number in range(4):
+        core.add(request(f"r{number}", [number] * 5, max_tokens=16))
+    outputs = drain(core)
+    assert core.scheduler.stats.preemptions > 0
+    assert {updates(outputs, f"r{number}")[-1].finish for number in range(4)} == {Finish.LENGTH}
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    core = Clock().core(queue_timeout_s=1000.0)
+    for number in range(1000):
+        core.add(request(str(number), max_tokens=1))
+        drain(core)
+    assert len(core._deadlines) < 100
+
+
+def test_what_a_request_cost_is_told_with_its_last_update() -> None:
+    clock = Clock(step_us=100)
+    core = clock.core()
+    core.add(request("a", [1] * 4, max_tokens=2))
+    ups = updates(outputs := drain(core), "a")
+    # One block for the first step, two for the second, in which the token after the prompt is read back.
+    assert [up.cost for up in ups] == [None, Cost(compute_us=200, kv_block_us=100 + 200)]
+    assert (outputs[-1].stats.busy_us_total, outputs[-1].stats.ended_compute_us_total) == (200, 200)
+
+
+def test_a_step_is_shared_out_by_tokens_and_no_microsecond_is_lost() -> None:
+    clock = Clock(step_us=100)
+    core = clock.core()
+    for id_, length in (("a", 20), ("b", 9), ("c", 1)):
+        core.add(request(id_, [1] * length, max_tokens=1, tenant=id_))
+    outputs = drain(core)
+    costs = {id_: updates(outputs, id_)[-1].cost.compute_us for id_ in "abc"}
+    assert sum(costs.values()) == 100
+    assert costs["a"] in (66, 67)
+    assert costs["b"] == 30
+    assert costs["c"] in (3, 4)
+
+
+def test_an_abort_tells_the_cost_so_far_and_a_refusal_none() -> None:
+    clock = Clock(step_us=100)
+    core = clock.core(max_num_seqs=1)
+    core.add(request("a", [1] * 4, max_tokens=20))
+    core.add(request("b", [1] * 4))
+    core.step()
+    clock.now_us += 50  # the blocks are held between steps too
+    core.abort("a")
+    core.abort("b")
+    core.refuse("c", "no")
+    told = {up.request_id: up.cost for up in core.step().updates}
+    assert told == {
+        "a": Cost(compute_us=100, kv_block_us=150),
+        "b": Cost(queue_us=150),
+        "c": Cost(),
+    }
+
+
+def test_a_step_that_failed_is_paid_by_those_who_were_in_it() -> None:
+    clock = Clock(step_us=100)
+    core = clock.core(ScriptedRunner(poison=66))
+    core.add(request("good", max_tokens=1))
+    core.add(request("bad", [66, 1, 2]))
+    outputs = drain(core)
+    costs = [updates(outputs, id_)[-1].cost.compute_us for id_ in ("good", "bad")]
+    assert sum(costs) == outputs[-1].stats.busy_us_total == 300  # once together, and each alone
+    assert min(costs) > 0
+
+
+def test_a_public_salt_is_everybodys_and_reaches_no_tenants_own_blocks() -> None:
+    core = make_core(ScriptedRunner())
+    identities = [
+        {"tenant": "a", "cache_salt": "s"},
+        {"tenant": "b", "cache_salt": "s", "public_cache": True},
+        {"tenant": "c", "cache_salt": "s", "public_cache": True},
+        {"tenant": "tenant", "cache_salt": "s"},
+        {"tenant": "a", "cache_salt": "s"},
+    ]
+    cached = []
+    for number, identity in enumerate(identities):
+        core.add(request(str(number), **identity))
+        cached.append(updates(drain(core), str(number))[-1].counts.cached)
+    assert cached == [0, 0, 20, 0, 20]
+
+
+def test_another_tenants_cache_changes_nothing_in_what_is_looked_up_and_computed() -> None:
+    """What B could time: the blocks looked for, the steps and their tokens, with A's same prompt cached or not."""
+    seen = []
+    for cached in (True, False):
+        runner = ScriptedRunner()
+        core = make_core(runner)
+        core.add(request("a", PROMPT if cached else PROMPT[::-1], tenant="A"))
+        drain(core)
+        runner.steps.clear()
+        looked: list[tuple[bytes, bool]] = []
+        find = core.scheduler.pool.find
+
+        def spied(key, parent, tokens, find=find, looked=looked):
+            found = find(key, parent, tokens)
+            looked.append((key, found is None))
+            return found
+
+        core.scheduler.pool.find = spied
+        core.add(request("b", tenant="B"))
+        ups = updates(drain(core), "b")
+        seen.append((looked, runner.steps, [up.counts for up in ups]))
+    assert seen[0] == seen[1]
+    assert [missed for _, missed in seen[0][0]] == [True]  # it stops at the first block

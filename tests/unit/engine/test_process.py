@@ -412,3 +412,40 @@ def test_the_child_dies_with_its_parent_but_not_of_the_groups_signals(make: Make
                 return
             time.sleep(0.01)
     pytest.fail("the child outlived its parent")
+
+
+async def test_a_child_that_contradicts_itself_ends_and_is_started_again(make: Make, tmp_path: Path) -> None:
+    flag = tmp_path / "corrupt"
+    flag.touch()
+    engine = make(flag=str(flag), corrupt=True)
+    await engine.start()
+    await until(lambda: engine.restarts == 1)
+    assert (await read(engine.submit(request())))[-1].finish is Finish.LENGTH
+
+
+async def test_the_engines_own_limit_ends_what_waits_too_long(make: Make) -> None:
+    engine = make(step_s=0.01, config={"max_num_seqs": 1, "queue_timeout_s": 0.05})
+    await engine.start()
+    running = engine.submit(request("a", max_tokens=100))
+    await anext(running)
+    [last] = await read(engine.submit(request("b")))
+    assert (last.counts, last.finish) == (TokenCounts(), Finish.EXPIRED)
+    assert last.queue_us >= 50_000
+    engine.abort("a")
+    await read(running)
+
+
+async def test_one_tenant_cannot_fill_the_queue(make: Make) -> None:
+    engine = make(step_s=0.01, config={"max_num_seqs": 1, "max_waiting": 8})
+    await engine.start()
+    running = engine.submit(request("a", max_tokens=100, tenant="t"))
+    await anext(running)
+    streams = [engine.submit(request(f"t{number}", tenant="t")) for number in range(7)]
+    with pytest.raises(EngineBusy):
+        engine.submit(request("t7", tenant="t"))
+    streams.append(engine.submit(request("u", tenant="u")))
+    with pytest.raises(EngineBusy):
+        engine.submit(request("v", tenant="v"))
+    engine.abort("a")
+    ends = await asyncio.gather(*map(read, [running, *streams]))
+    assert all(ups[-1].finish in (Finish.ABORT, Finish.LENGTH) for ups in ends)
