@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.cumulative import Whole
 from engine.rows import Doubles, Floats, Ids, Rows, padded_above
 
 _LIKELY = 384  # tokens that are looked at first for top_p: most nuclei are smaller
@@ -44,24 +45,35 @@ class Candidates:
     weights: Floats
 
 
-def candidates(scores: Rows, limits: Limits) -> tuple[list[Candidates], Ids]:
-    """Each row in one of the groups, or among the rows for which `in_nucleus` shall judge what is drawn from all."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Each row is in one of the groups or wide: then a token drawn from all is to be judged, by what is above it."""
+
+    groups: list[Candidates]
+    wide: Ids
+    whole: Whole | None  # the rows whose top_p is of the whole vocabulary
+    places: Ids  # [wide]: their rows in `whole`
+
+
+def candidates(scores: Rows, limits: Limits) -> Found:
+    """What may be drawn in each row."""
     peaks = scores.block_peaks()
     highest = peaks.max(1)
-    total = _totals(scores, highest, limits)
+    whole, place, total = _totals(scores, highest, limits)
     floors = _floors(highest, limits)
     starts = np.maximum(_starts(peaks, limits), floors)
     tokens, scaled = _scaled(scores, starts, highest, limits)
     threshold, certain = _threshold(scaled, total, limits)
     certain |= starts <= floors
     if certain.all():
-        return [Candidates(np.arange(scores.count), tokens, _weights(scaled, threshold))], np.empty(0, dtype=np.int64)
-    wide = ~certain & (limits.top_k == 0) & (limits.min_p == -np.inf) & (limits.top_p >= _WIDE)
-    known, rest = np.flatnonzero(certain), np.flatnonzero(~(certain | wide))
+        rows = np.arange(scores.count)
+        return Found([Candidates(rows, tokens, _weights(scaled, threshold))], rows[:0], whole, rows[:0])
+    is_wide = ~certain & (limits.top_k == 0) & (limits.min_p == -np.inf) & (limits.top_p >= _WIDE)
+    known, wide, rest = (np.flatnonzero(rows) for rows in (certain, is_wide, ~(certain | is_wide)))
     groups = [Candidates(known, tokens[known], _weights(scaled[known], threshold[known]))]
     if len(rest):
         groups.append(_look_again(scores.pick(rest), limits.of(rest), rest, highest[rest], total[rest], floors[rest]))
-    return groups, np.flatnonzero(wide)
+    return Found(groups, wide, whole, place[wide])
 
 
 def _look_again(scores: Rows, limits: Limits, rows: Ids, highest: Floats, total: Doubles, floors: Floats) -> Candidates:
@@ -88,16 +100,16 @@ def _floors(highest: Floats, limits: Limits) -> Floats:
     return np.where(counts, np.float32(-np.inf), floors)
 
 
-def _totals(scores: Rows, highest: Floats, limits: Limits) -> Doubles:
-    """[rows]: the weight of the whole vocabulary, where top_p is of that; elsewhere 0."""
+def _totals(scores: Rows, highest: Floats, limits: Limits) -> tuple[Whole | None, Ids, Doubles]:
+    """The rows whose top_p is of the whole vocabulary; [rows] each, which of them it is; [rows] its total, else 0."""
     wanted = np.flatnonzero((limits.top_p < 1.0) & (limits.top_k == 0))
-    total = np.zeros(scores.count)
-    if len(wanted) == scores.count:
-        total[:] = scores.masses(highest, limits.scales).sum(1, dtype=np.float64)
-    elif len(wanted):
-        sums = scores.pick(wanted).masses(highest[wanted], limits.scales[wanted])
-        total[wanted] = sums.sum(1, dtype=np.float64)
-    return total
+    place, total = np.zeros(scores.count, dtype=np.int64), np.zeros(scores.count)
+    if not len(wanted):
+        return None, place, total
+    some = scores if len(wanted) == scores.count else scores.pick(wanted)
+    whole = Whole(some, highest[wanted], limits.scales[wanted])
+    place[wanted], total[wanted] = np.arange(len(wanted)), whole.totals
+    return whole, place, total
 
 
 def _starts(peaks: Floats, limits: Limits) -> Floats:

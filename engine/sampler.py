@@ -14,6 +14,7 @@ vocabulary, so tokens of nearly equal probability need not be sorted.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,14 +22,18 @@ import torch
 from torch import Tensor
 
 from engine import penalties, restrictions
+from engine.cumulative import Whole, pass_at
 from engine.logprobs import Logprobs, prompt_logprobs
 from engine.nucleus import Limits, candidates
 from engine.penalties import Penalties
 from engine.randomness import stream_key, uniforms
 from engine.restrictions import Restrictions
-from engine.rows import CHUNK, Doubles, Floats, Ids, Rows, Scratch, rows_of
+from engine.rows import Doubles, Floats, Ids, Rows, Scratch, rows_of
 from engine.sequence import Sequence
 from engine.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from engine.grammar import Masks
 
 _STEEPEST = 1e30  # one over the least temperature that is told from 0: float32 must hold it
 
@@ -48,6 +53,7 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._scratch = Scratch()
         self._batch: _Batch | None = None
+        self._masks: Masks | None = None  # made for the first grammar, by when the library is loaded
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
@@ -60,6 +66,8 @@ class Sampler:
             scores = rows_of(logits, self._scratch)
             logprobs = None if batch.logprobs is None else batch.logprobs.before(scores, kept=batch.changes)
             batch.change(scores)
+            if batch.matchers:
+                self._guide(scores, batch)
             tokens = batch.draw(scores)
             if logprobs is None:
                 return [Sampled(token) for token in tokens.tolist()]
@@ -74,6 +82,14 @@ class Sampler:
         assert found is not None
         assert count is not None
         found[first : first + len(tokens)] = prompt_logprobs(logits, tokens, count, self._scratch)
+
+    def _guide(self, scores: Rows, batch: _Batch) -> None:
+        """Leave a row with a grammar what that allows: after all else, so nothing lifts it."""
+        if self._masks is None:
+            from engine.grammar import Masks
+
+            self._masks = Masks(self.vocab_size, self.eos_token_ids)
+        scores.mask(batch.guided, self._masks.fill(batch.matchers))
 
     def _batch_of(self, sequences: list[Sequence]) -> _Batch:
         """The batch of the last step if these are its sequences, each with the token drawn then, else a new one.
@@ -111,6 +127,8 @@ class _Batch:
             self._restrictions = Restrictions(
                 bound, [sequences[row] for row in bound], known, eos_token_ids=eos_token_ids, vocab=vocab
             )
+        self.guided = np.array([row for row, one in enumerate(sequences) if one.matcher is not None], dtype=np.int64)
+        self.matchers = [one.matcher for one in sequences if one.matcher is not None]
         telling = [row for row, asked in enumerate(params) if asked.logprobs is not None]
         self.logprobs = Logprobs(telling, [params[row].logprobs or 0 for row in telling]) if telling else None
         self._random = np.array([row for row, asked in enumerate(params) if asked.temperature > 0.0], dtype=np.int64)
@@ -119,7 +137,8 @@ class _Batch:
     @property
     def changes(self) -> bool:
         """Whether any row's scores are not its raw logits."""
-        return bool(len(self._bias)) or self._penalties is not None or self._restrictions is not None
+        asked = self._penalties is not None or self._restrictions is not None
+        return asked or bool(len(self._bias)) or bool(self.matchers)
 
     def go_on(self) -> bool:
         """Take in the one token that each sequence has grown by; False: they have not."""
@@ -169,6 +188,7 @@ class _Draws:
         limited = (top_k > 0) | (top_p < 1.0) | (min_p > -math.inf)
         self._all = np.flatnonzero(~limited)
         self._some = np.flatnonzero(limited)
+        self._top_p = top_p
         self._limits = Limits(
             top_k=top_k[limited], top_p=top_p[limited], min_p=min_p[limited], scales=self._scales[limited]
         )
@@ -176,65 +196,36 @@ class _Draws:
     def draw(self, scores: Rows) -> Ids:
         numbers = uniforms(self._keys, self.positions)
         if not len(self._some):
-            return _Whole(scores, self._scales).draw(np.arange(scores.count), numbers)[0]
+            return _draw_from_all(scores, self._scales, numbers)
         if not len(self._all):
             return self._draw_limited(scores, numbers)
         tokens = np.empty(scores.count, dtype=np.int64)
-        whole = _Whole(scores.pick(self._all), self._scales[self._all])
-        tokens[self._all], _ = whole.draw(np.arange(len(self._all)), numbers[self._all])
+        tokens[self._all] = _draw_from_all(scores.pick(self._all), self._scales[self._all], numbers[self._all])
         tokens[self._some] = self._draw_limited(scores.pick(self._some), numbers[self._some])
         return tokens
 
     def _draw_limited(self, scores: Rows, numbers: Doubles) -> Ids:
         """From the tokens that top_k, top_p and min_p keep."""
-        drawn = np.empty(scores.count, dtype=np.int64)
-        groups, wide = candidates(scores, self._limits)
-        for group in groups:
-            places, _ = _pass(group.weights, numbers[group.rows] * group.weights.sum(1, dtype=np.float64))
-            drawn[group.rows] = group.tokens[np.arange(len(places)), places]
-        if len(wide):
-            drawn[wide] = self._draw_wide(scores.pick(wide), wide)
-        return drawn
-
-    def _draw_wide(self, scores: Rows, rows: Ids) -> Ids:
-        """From a nucleus that nobody has seen: from the whole vocabulary, until it is a token of the nucleus."""
-        limits = self._limits.of(rows)
-        keys, positions = self._keys[self._some][rows], self.positions[self._some][rows]
-        whole = _Whole(scores, limits.scales)
+        found = candidates(scores, self._limits)
         drawn = np.zeros(scores.count, dtype=np.int64)
-        left, attempt = np.arange(scores.count), 0
+        for group in found.groups:
+            places, _ = pass_at(group.weights, numbers[group.rows] * group.weights.sum(1, dtype=np.float64))
+            drawn[group.rows] = group.tokens[np.arange(len(places)), places]
+        if found.whole is not None and len(found.wide):
+            drawn[found.wide] = self._draw_wide(found.whole, found.places, self._some[found.wide])
+        return drawn
+
+    def _draw_wide(self, whole: Whole, places: Ids, rows: Ids) -> Ids:
+        """From a nucleus that nobody has seen: from the whole vocabulary, until it is a token of the nucleus."""
+        keys, positions, top_p = self._keys[rows], self.positions[rows], self._top_p[rows]
+        drawn = np.zeros(len(rows), dtype=np.int64)
+        left, attempt = np.arange(len(rows)), 0
         while len(left):
-            drawn[left], weights = whole.draw(left, uniforms(keys[left], positions[left], attempt))
-            outside = scores.mass_above(left, weights) >= limits.top_p[left] * whole.totals[left]
-            left, attempt = left[outside], attempt + 1
+            drawn[left], weights = whole.draw(places[left], uniforms(keys[left], positions[left], attempt))
+            left, attempt = left[whole.above(places[left], weights) >= top_p[left]], attempt + 1
         return drawn
 
 
-class _Whole:
-    """The distribution over the whole vocabulary, one a row: sums of its chunks, and the weights in them."""
-
-    def __init__(self, scores: Rows, scales: Floats) -> None:
-        self._scores = scores
-        self._sums = scores.masses(scores.block_peaks().max(1), scales)
-        self.totals = self._sums.sum(1, dtype=np.float64)
-
-    def draw(self, rows: Ids, numbers: Doubles) -> tuple[Ids, Floats]:
-        """A token for each of these rows and its weight: first the chunk in which the number falls, then the place."""
-        chunks, into = _pass(self._sums[rows], numbers * self.totals[rows])
-        weights = self._scores.chunk(rows, chunks)
-        places, _ = _pass(weights, into)
-        tokens = np.minimum(chunks * CHUNK + places, self._scores.vocab - 1)
-        return tokens, weights[np.arange(len(rows)), places]
-
-
-def _pass(weights: Floats, targets: Doubles) -> tuple[Ids, Doubles]:
-    """[rows]: the place at which each row's cumulative weight passes its target, and how far into it the target is.
-
-    A target that rounding put at the total or beyond falls on the last place that has any weight.
-    """
-    cumulative = weights.cumsum(1, dtype=np.float64)
-    targets = np.minimum(targets, np.nextafter(cumulative[:, -1], 0.0))
-    places = (cumulative <= targets[:, None]).sum(1)
-    np.minimum(places, weights.shape[1] - 1, out=places)
-    rows = np.arange(len(places))
-    return places, targets - (cumulative[rows, places] - weights[rows, places])
+def _draw_from_all(scores: Rows, scales: Floats, numbers: Doubles) -> Ids:
+    whole = Whole(scores, scores.block_peaks().max(1), scales)
+    return whole.draw(np.arange(scores.count), numbers)[0]

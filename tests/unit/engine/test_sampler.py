@@ -152,11 +152,11 @@ def kept_tokens(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Ten
     )
     kept = torch.zeros(scores.shape, dtype=torch.bool)
     with np.errstate(all="ignore"):
-        groups, wide = candidates(rows_of(scores.clone(), Scratch()), limits)
-    for group in groups:
+        found = candidates(rows_of(scores.clone(), Scratch()), limits)
+    for group in found.groups:
         for row, ids, weights in zip(group.rows, group.tokens, group.weights, strict=True):
             kept[row, ids[weights > 0]] = True
-    kept[wide] = True
+    kept[found.wide] = True
     kept[(limits.top_k == 0) & (limits.top_p == 1.0) & (limits.min_p == -np.inf)] = True  # never asked of candidates
     return kept
 
