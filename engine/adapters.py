@@ -33,6 +33,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
 _CHUNK_BYTES = 1 << 20
+_PIECE = 32_000  # elements; torch uses one thread for less than 32,768
 
 _SIDES = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"} | {
     "gate_proj": "mlp",
@@ -82,6 +83,7 @@ class Adapter:
     targets: tuple[str, ...]
     weights: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
     """(layer, projection) → A [rank, inputs] and B [outputs, rank], B times the scaling."""
+    packed: Any = None  # in the form of whoever computes with it, if that is not theirs; `weights` is empty then
 
 
 def digest_folder(path: Path) -> str:
@@ -404,12 +406,21 @@ def _module(
             raise AdapterRejected(
                 f"{module} {side} is {tuple(tensor.shape)}; this model and rank need {shape}{made_for}"
             )
-    return _finite(a.float(), module, dtype), _finite(b.float() * config.scaling(module, rank), module, dtype)
+    return _kept(a, 1.0, module, dtype), _kept(b, config.scaling(module, rank), module, dtype)
 
 
-def _finite(tensor: torch.Tensor, module: str, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`, where a number may no longer fit: infinity would reach others through masked products."""
-    tensor = tensor.to(dtype, copy=True)  # not a part of the file's bytes, which go
-    if not tensor.isfinite().all():
-        raise AdapterRejected(f"{module} holds a number that is not finite in {str(dtype).removeprefix('torch.')}")
-    return tensor
+def _kept(stored: torch.Tensor, scale: float, module: str, dtype: torch.dtype) -> torch.Tensor:
+    """Times `scale` in `dtype`, where a number may no longer fit: infinity would reach others through masked products.
+
+    A copy, and no part of the file's bytes, which go. In pieces that torch computes without its threads: those would
+    wait for the cores that the steps are computed on.
+    """
+    import torch
+
+    kept = torch.empty(stored.shape, dtype=dtype)
+    source, target = stored.reshape(-1), kept.view(-1)
+    for first in range(0, len(target), _PIECE):
+        piece = target[first : first + _PIECE].copy_(source[first : first + _PIECE].float() * scale)
+        if not piece.isfinite().all():
+            raise AdapterRejected(f"{module} holds a number that is not finite in {str(dtype).removeprefix('torch.')}")
+    return kept

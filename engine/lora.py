@@ -10,7 +10,7 @@ uses are kept in the pack only while their ranks are few, because the CPU form m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,7 +101,7 @@ class LoraStore:
         if adapter_id in self._adapters:
             return
         moved = {place: (self._move(a), self._move(b)) for place, (a, b) in adapter.weights.items()}
-        resident = Adapter(adapter.digest, adapter.rank, adapter.targets, moved)
+        resident = replace(adapter, weights=moved)
         for told, entered in enumerate(self._entered):
             try:
                 entered(adapter_id, resident)

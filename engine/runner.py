@@ -152,6 +152,8 @@ class Runner:
             targets=adapter.targets,
             nbytes=sum(a.nbytes + b.nbytes for a, b in adapter.weights.values()),
         )
+        if isinstance(self._model, NativeLlama):
+            adapter = self._model.pack_adapter(adapter)
         return HostAdapter(info, adapter)
 
     @torch.inference_mode()

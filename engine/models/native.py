@@ -7,6 +7,7 @@ is computed, or when this path is taken (`engine.runner`).
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import torch
 
@@ -157,9 +158,17 @@ class NativeLlama:
 
     # Resident adapters, as `engine.lora.LoraStore.watch` tells of them
 
+    def pack_adapter(self, adapter: Adapter) -> Adapter:
+        """The adapter in packed form and no other. Takes no thread of the steps: they may go on meanwhile."""
+        packed = self._packed(adapter, NativePool(self._pool.library, 1))
+        return replace(adapter, weights={}, packed=packed)
+
     def adapter_entered(self, adapter_id: str, adapter: Adapter) -> None:
-        pairs = {(layer, PROJECTIONS.index(projection)): pair for (layer, projection), pair in adapter.weights.items()}
-        self._adapters[adapter_id] = NativeAdapter(self._pool, self.config.layers, pairs, self._plain)
+        self._adapters[adapter_id] = adapter.packed or self._packed(adapter, self._pool)
 
     def adapter_left(self, adapter_id: str) -> None:
         del self._adapters[adapter_id]
+
+    def _packed(self, adapter: Adapter, pool: NativePool) -> NativeAdapter:
+        pairs = {(layer, PROJECTIONS.index(projection)): pair for (layer, projection), pair in adapter.weights.items()}
+        return NativeAdapter(pool, self.config.layers, pairs, self._plain)

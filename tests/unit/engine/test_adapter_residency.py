@@ -56,7 +56,7 @@ def expected(tiny_model: Path, folders: list[Path]) -> Callable[[Path | None, tu
 class Spy:
     """A core, and the most adapters that a step of it computed and that were resident."""
 
-    def __init__(self, model: Path, **config: int) -> None:
+    def __init__(self, model: Path, **config: Any) -> None:
         sizes = {"block_size": BLOCK, "max_num_seqs": 8, "max_num_batched_tokens": 24, "threads": 1} | config
         self.core: EngineCore = build(EngineConfig(model=str(model), dtype="float32", **sizes))
         self.together = self.resident = 0
@@ -163,10 +163,14 @@ def test_a_corrupt_one_is_refused_at_load_and_changes_nothing(
     assert tokens(spy.run([greedy("r", prompt, TOKENS, adapter=good)])["r"]) == expected(folders[0], prompt)
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
 def test_thirty_two_adapters_over_four_slots(
-    tiny_model: Path, folders: list[Path], expected: Callable[[Path | None, tuple[int, ...]], list[int]]
+    native: str,
+    tiny_model: Path,
+    folders: list[Path],
+    expected: Callable[[Path | None, tuple[int, ...]], list[int]],
 ) -> None:
-    spy = Spy(tiny_model, adapter_slots=4, adapter_cache_bytes=300_000, kv_cache_bytes=1 << 16)
+    spy = Spy(tiny_model, adapter_slots=4, adapter_cache_bytes=300_000, kv_cache_bytes=1 << 16, native=native)
     pinned = AdapterRef(id="pinned", name="pinned", path=str(folders[31]), pinned=True)
     refs: dict[Path | None, AdapterRef | None] = {folder: refer(folder, folder.name) for folder in folders[:31]}
     refs |= {folders[31]: pinned, None: None}
