@@ -99,6 +99,8 @@ class Pipe:
 def serve(pipe: Pipe, core: EngineCore) -> None:
     """Step while there is work, sleep while there is none. Returns by `EOFError` when the parent is gone."""
     core.adapters.wake_with(pipe.wake)
+    core.grammars.wake_with(pipe.wake)
+    core.grammars.prepare()
     pipe.send(Ready(core.info))
     checked_s = 0.0
     while True:

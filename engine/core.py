@@ -15,25 +15,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from engine.adapterstore import AdapterRunner, AdapterStore
 from engine.blocks import BlockPool, cache_root
+from engine.grammarstore import GrammarStore
 from engine.scheduler import Scheduled, Scheduler, StepPlan
 from engine.sequence import Sequence as TokenSequence
-from engine.sequence import SequenceGroup, check_request
+from engine.sequence import SequenceGroup, Status, check_request
 from engine.tokens import Detokenizer, Tokenizer
 from engine.types import (
     AdapterInfo,
     AdapterRef,
     ChoiceDelta,
     Cost,
+    EngineBusy,
     EngineConfig,
     EngineError,
     EngineStats,
     Finish,
+    GrammarRejected,
     ModelInfo,
     Request,
     SamplingParams,
@@ -42,6 +45,9 @@ from engine.types import (
     TokenLogprob,
     Update,
 )
+
+if TYPE_CHECKING:
+    from engine.grammar import Matcher
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +113,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._clock_us = clock_us
+        self.grammars = GrammarStore(tokenizer, held_max=config.max_waiting)
         self.adapters = AdapterStore(
             runner,
             known_max=config.max_adapters,
@@ -154,7 +161,8 @@ class EngineCore:
             arrived_us=self._clock_us() if arrived_us is None else arrived_us,
         )
         texts = [self._detokenizer(self.tokenizer, request.sampling) for _ in range(request.n)]
-        self.scheduler.add(group)
+        if self.grammars.admit(group):
+            self.scheduler.add(group)
         self._texts[request.id] = texts
         self._note_deadline(group)
         if request.adapter:
@@ -179,12 +187,12 @@ class EngineCore:
         self._ended.append(update)
 
     def abort(self, request_id: str) -> None:
-        group = self.scheduler.groups.get(request_id)
+        group = self._group(request_id)
         if group is not None:
             self._end_between_steps(group, Finish.ABORT)
 
     def set_ceiling(self, request_id: str, tokens: int, *, final: bool) -> None:
-        group = self.scheduler.groups.get(request_id)
+        group = self._group(request_id)
         if group is None:
             return
         self.scheduler.set_ceiling(group, tokens, final=final)
@@ -209,6 +217,13 @@ class EngineCore:
         self._lose(self.adapters.collect(block=True))
         return True
 
+    def wait_for_grammar(self) -> bool:
+        """Block until a grammar has been compiled or refused; False at once when no request waits for one."""
+        if not self.grammars.held:
+            return False
+        self._take_guided(block=True)
+        return True
+
     def due_in_s(self) -> float | None:
         """How long until a step may have to end a request that waits, if nothing else happens; None: never."""
         if not self._deadlines:
@@ -228,10 +243,11 @@ class EngineCore:
 
     def step(self) -> StepOutput | None:
         """Report what ended since the last step, else compute one; None when there is nothing to do, for now at least:
-        a request may be waiting for its ceiling to be raised, or for its adapter to be read."""
+        a request may be waiting for its ceiling to be raised, its adapter to be read or its grammar to be compiled."""
         began_us = self.scheduler.now_us = self._clock_us()
         self._expire(began_us)
         self._lose(self.adapters.collect())
+        self._take_guided()
         if self._ended:
             return self._report_ended()
         plan = self.scheduler.schedule()
@@ -314,9 +330,11 @@ class EngineCore:
         text = self._texts[sequence.request.id][sequence.index]
         finish: Finish | None = None
         stop_reason: int | str | None = None
-        if token_id in sampling.stop_token_ids:
+        if token_id in sampling.stop_token_ids and (sequence.matcher is None or sequence.matcher.stuck is None):
             new = text.push(token_id)[0] if sampling.include_stop_str_in_output else ""
             new, finish, stop_reason = new + text.flush(), Finish.STOP, token_id
+        elif sequence.matcher is not None:
+            new, finish, stop_reason = self._advance_guided(sequence, sequence.matcher, text, token_id)
         elif token_id in self.info.eos_token_ids and not sampling.ignore_eos:
             new, finish = text.flush(), Finish.STOP
         else:
@@ -330,6 +348,24 @@ class EngineCore:
         logprobs = None if token.logprob is None else [token.logprob]
         return ChoiceDelta(sequence.index, [token_id], new, logprobs, finish, stop_reason)
 
+    def _advance_guided(
+        self, sequence: TokenSequence, matcher: Matcher, text: TextStream, token_id: int
+    ) -> tuple[str, Finish | None, str | None]:
+        """What a token of a choice with a grammar says, and how it ends it: also where nothing may follow."""
+        if token_id in self.info.eos_token_ids:
+            return text.flush(), Finish.STOP if matcher.stuck is None else Finish.ERROR, None
+        new, stop_string = text.push(token_id)
+        matcher.accept(token_id)
+        if stop_string is not None:
+            return new, Finish.STOP, stop_string
+        if matcher.ended:
+            return new + text.flush(), Finish.STOP, None
+        if matcher.stuck is not None:
+            return new + text.flush(), Finish.ERROR, None
+        if sequence.num_sampled >= sequence.sampling.max_tokens:
+            return new + text.flush(), Finish.LENGTH, None
+        return new, None, None
+
     def _settle_ceiling(self, group: SequenceGroup, deltas: list[ChoiceDelta]) -> Update:
         """The update of a step; at the ceiling the request ends if that is final, and pauses if not."""
         paused = group.num_open > 0 and group.at_ceiling
@@ -339,12 +375,21 @@ class EngineCore:
         return self._update(group, deltas, paused=paused)
 
     def _update(
-        self, group: SequenceGroup, deltas: list[ChoiceDelta], *, paused: bool = False, error: str | None = None
+        self,
+        group: SequenceGroup,
+        deltas: list[ChoiceDelta],
+        *,
+        paused: bool = False,
+        error: str | None = None,
+        rejected: bool = False,
     ) -> Update:
         finished = group.num_open == 0
         finish = group.finish if finished else None
         if finished:
             self._ended_compute_us += group.compute_us
+        if finish is Finish.ERROR and error is None:
+            error = next((one.matcher.stuck for one in group.sequences if one.matcher and one.matcher.stuck), None)
+            rejected = error is not None
         return Update(
             group.request.id,
             group.counts,
@@ -356,6 +401,7 @@ class EngineCore:
             paused=paused,
             prompt_logprobs=group.take_prompt_logprobs(),
             cost=group.cost if finished else None,
+            rejected=rejected,
         )
 
     def _report(self, updates: list[Update]) -> StepOutput:
@@ -363,7 +409,7 @@ class EngineCore:
         scheduler = self.scheduler
         stats = EngineStats(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + len(self.grammars.held),
             blocks_total=scheduler.pool.num_blocks,
             blocks_used=scheduler.pool.num_used,
             preemptions_total=scheduler.stats.preemptions,
@@ -399,30 +445,48 @@ class EngineCore:
             heapify(self._deadlines)
 
     def _waits(self, request_id: str) -> bool:
-        group = self.scheduler.groups.get(request_id)
+        group = self._group(request_id)
         return group is not None and not group.started
 
     def _expire(self, now_us: int) -> None:
         """End those that have waited for longer than they may."""
         while self._deadlines and self._deadlines[0][0] <= now_us:
             _, request_id = heappop(self._deadlines)
-            if self._waits(request_id):
-                self._end_between_steps(self.scheduler.groups[request_id], Finish.EXPIRED)
+            group = self._group(request_id)
+            if group is not None and not group.started:
+                self._end_between_steps(group, Finish.EXPIRED)
+
+    def _take_guided(self, *, block: bool = False) -> None:
+        """Queue the requests whose grammar has come; end those whose grammar was refused."""
+        for group, error in self.grammars.take_ready(block=block):
+            try:
+                if error is None:
+                    self.scheduler.add(group)
+            except EngineBusy as busy:
+                error = busy
+            if error is not None:
+                self._end_between_steps(group, Finish.ERROR, str(error), rejected=isinstance(error, GrammarRejected))
 
     # Ends
 
-    def _end_between_steps(self, group: SequenceGroup, finish: Finish, error: str | None = None) -> None:
+    def _group(self, request_id: str) -> SequenceGroup | None:
+        """An open request: the scheduler's, or one that waits for its grammar."""
+        return self.scheduler.groups.get(request_id) or self.grammars.held.get(request_id)
+
+    def _end_between_steps(
+        self, group: SequenceGroup, finish: Finish, error: str | None = None, *, rejected: bool = False
+    ) -> None:
         """End it now, to be told with the next step."""
         now_us = self.scheduler.now_us = self._clock_us()
         if group.queue_us is None:
             group.queue_us = max(0, now_us - group.arrived_us)
-        self._ended.append(self._update(group, self._end(group, finish), error=error))
+        self._ended.append(self._update(group, self._end(group, finish), error=error, rejected=rejected))
 
     def _lose(self, lost: Mapping[str, str]) -> bool:
         """End the requests of adapters that are gone, each with the reason. Whether there were any."""
         if not lost:
             return False
-        for group in list(self.scheduler.groups.values()):
+        for group in [*self.scheduler.groups.values(), *self.grammars.held.values()]:
             adapter = group.request.adapter
             if adapter and adapter.id in lost:
                 self._end_between_steps(group, Finish.ERROR, lost[adapter.id])
@@ -438,10 +502,15 @@ class EngineCore:
         return deltas
 
     def _finish(self, sequence: TokenSequence, finish: Finish) -> None:
-        self.scheduler.finish(sequence, finish)
         request = sequence.request
+        if request.id in self.scheduler.groups:
+            self.scheduler.finish(sequence, finish)
+        else:  # it waited for its grammar
+            sequence.finish, sequence.status = finish, Status.FINISHED
+            sequence.group.num_open -= 1
         if sequence.group.num_open:
             return
+        self.grammars.drop(sequence.group)
         del self._texts[request.id]
         if request.adapter:
             self.adapters.release(request.adapter.id)

@@ -34,6 +34,7 @@ from engine.types import (
     EngineConfig,
     EngineUnavailable,
     Finish,
+    Guide,
     Request,
     SamplingParams,
     TokenCounts,
@@ -42,7 +43,17 @@ from engine.types import (
 )
 from engine.weights import resolve_model
 
-__all__ = ["LLM", "AdapterRef", "Choice", "Completion", "Finish", "SamplingParams", "TokenCounts", "TokenLogprob"]
+__all__ = [
+    "LLM",
+    "AdapterRef",
+    "Choice",
+    "Completion",
+    "Finish",
+    "Guide",
+    "SamplingParams",
+    "TokenCounts",
+    "TokenLogprob",
+]
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
@@ -254,7 +265,7 @@ class LLM:
 
 def _step(core: EngineCore) -> list[Update]:
     while (output := core.step()) is None:
-        if not core.wait_for_adapter():
+        if not (core.wait_for_adapter() or core.wait_for_grammar()):
             raise RuntimeError("the engine has open requests and does not go on")
     return output.updates
 

@@ -19,6 +19,10 @@ from torch import Tensor
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint8]
+
+_CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_CEILINGS = _CEILINGS.astype(np.float32)  # [byte, bit]: what the bits of a mask leave of a score at most
 
 BLOCK = 32  # columns of which `block_peaks` gives the largest
 CHUNK = 256  # columns of which `masses` gives the sum
@@ -84,6 +88,11 @@ class Rows(Protocol):
 
     def clear(self, rows: Ids) -> None:
         """Make every score of these rows -inf."""
+        ...
+
+    def mask(self, rows: Ids, bits: Bits) -> None:
+        """Make the scores of these rows -inf where a bit is 0. `bits` [len(rows), bytes]: token t's is bit t % 8 of
+        byte t // 8; there may be more bits than tokens."""
         ...
 
 
@@ -191,6 +200,12 @@ class HostRows:
     def clear(self, rows: Ids) -> None:
         self._scores[rows] = -np.inf
 
+    def mask(self, rows: Ids, bits: Bits) -> None:
+        # 11 us a row; bits unpacked to a condition take 15 to 200 us, by how many are set.
+        for row, its_bits in zip(rows.tolist(), bits, strict=True):
+            ceilings = _CEILINGS.take(its_bits, axis=0).reshape(-1)[: self.vocab]
+            np.minimum(self._scores[row], ceilings, out=self._scores[row])
+
 
 def _chunk_sums(weights: Floats) -> Floats:
     """[rows, whole chunks of columns] → [rows, chunks]; einsum adds three times as fast as sum along short axes."""
@@ -254,6 +269,12 @@ class DeviceRows:
 
     def clear(self, rows: Ids) -> None:
         self._scores[self._put(rows)] = -torch.inf
+
+    def mask(self, rows: Ids, bits: Bits) -> None:
+        places = torch.arange(8, device=self._scores.device, dtype=torch.uint8)
+        allowed = (self._put(bits)[:, :, None] >> places & 1).view(len(rows), -1)[:, : self.vocab].bool()
+        at = self._put(rows)
+        self._scores[at] = self._scores[at].masked_fill(~allowed, -torch.inf)
 
     def _put(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._scores.device)

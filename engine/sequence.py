@@ -29,6 +29,10 @@ from engine.types import (
 
 if TYPE_CHECKING:
     from engine.fairness import Tenant
+    from engine.grammar import Matcher
+
+
+WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
 
 
 class Status(Enum):
@@ -54,6 +58,7 @@ class Sequence:
         "group",
         "high_water",
         "index",
+        "matcher",
         "num_computed",
         "num_prompt",
         "num_published",
@@ -74,6 +79,7 @@ class Sequence:
         self.adapter_id: str | None = request.adapter.id if request.adapter else None
         self.status = Status.WAITING if index == 0 else Status.UNBORN
         self.finish: Finish | None = None
+        self.matcher: Matcher | None = None  # its place in its grammar
         self.block_keys: list[bytes] = []  # cache keys of the full blocks of `tokens`, as far as anyone asked
         self.num_published = 0  # blocks of the table that were offered to the cache
         # Tokens below this mark were computed or reused once already: computing one again is at our cost.
@@ -190,7 +196,7 @@ class SequenceGroup:
 
     @property
     def at_ceiling(self) -> bool:
-        return self.allowance == 0
+        return self.ceiling is not None and self.completion >= self.ceiling
 
     @property
     def cost(self) -> Cost:

@@ -163,6 +163,11 @@ class Tokenizer:
             joined = joined[1:]
         return joined.decode("utf-8", "replace")
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text of their own: ends, turns, padding."""
+        return self._special_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, which need not be whole characters; empty for an id it does not know."""
         found = self._bytes.get(token_id)

@@ -335,7 +335,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"  # none | int8 | int4: bits of the weights, on the native CPU step only
     adapter_slots: int = 32  # adapters resident on the device, so the most that one step computes with
     adapter_cache_bytes: int = 1 << 30  # of adapters kept in the host's memory, resident or not
-    cache_dir: str | None = None  # where the native library is built and found; None: METERHOUSE_CACHE_DIR or its default
+    cache_dir: str | None = None  # of the native library once built; None: METERHOUSE_CACHE_DIR or its default
     queue_timeout_s: float | None = None  # a request that has not begun by then ends with `Finish.EXPIRED`; None: never
 
 
