@@ -115,6 +115,9 @@ class Scheduler:
         self._fair = FairOrder(pool.num_blocks * pool.block_size if burst is None else burst)
         self._groups: dict[str, SequenceGroup] = {}
         self._running: list[Sequence] = []  # oldest first; the paused among them hold blocks and do nothing
+        self._refused: dict[
+            Tenant, None
+        ] = {}  # those to whom no slot is owed, until somebody's number of slots changes
         self._num_new = 0  # waiting sequences of requests never begun
         self._num_resumed = 0  # those that ran before, and later choices
 
@@ -166,6 +169,8 @@ class Scheduler:
                 sequence.group.tenant.prefills.append(sequence)
         for tenant in prefilling:
             self._fair.offer(tenant)
+        if not draft.plan.scheduled:  # all that run may be paused, and then their slots are to be had
+            self._ask_again()
         self._prefill(draft, prefilling)
         for tenant in prefilling:
             tenant.prefills.clear()
@@ -265,12 +270,12 @@ class Scheduler:
         if count == 0:
             return False
         missing = self._missing(sequence, count)
-        while self.pool.num_free < missing:
-            victim = self._victim()
-            self._preempt(draft, victim)
-            if victim is sequence:
-                return False
-        if missing:
+        if missing > 0:
+            while self.pool.num_free < missing:
+                victim = self._victim()
+                self._preempt(draft, victim)
+                if victim is sequence:
+                    return False
             self._grow(sequence, missing)
         self._append(draft, sequence, count)
         return True
@@ -350,7 +355,7 @@ class Scheduler:
         tenant = sequence.group.tenant
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
-            tenant.running -= 1
+            self._change_slots(tenant, -1)
             self._hold(sequence, -len(sequence.block_table))
             self.pool.release(sequence.block_table)
             sequence.block_table = []
@@ -367,7 +372,7 @@ class Scheduler:
             if self._go_on(draft, tenant) or self._come_in(draft, tenant):
                 self._fair.note_turn(tenant)
                 self._fair.offer(tenant)
-            else:
+            elif tenant not in self._refused:
                 aside.append(tenant)
         for tenant in aside:
             self._fair.offer(tenant)
@@ -395,12 +400,11 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, tenant: Tenant, sequence: Sequence) -> bool:
         """Let a waiting sequence run if there is, or can be made, room for all its tokens."""
-        while (room := self._room(tenant, sequence)) is None:
+        while (room := self._room(draft, tenant, sequence)) is None:
             if any(not other.group.at_ceiling for other in self._running):
-                # Without a slot it may be passed by whoever is owed one; what it waits for else, nobody takes away.
-                draft.closed = tenant.running == 0 or len(self._running) < self._max_num_seqs
                 return False
             self._preempt(draft, self._running[-1])  # all that run are paused: they must not stop the others
+            draft.closed = False
         victims, shared = room
         source = self._copy_source(sequence, len(shared))
         computed = len(sequence.tokens) - 1 if source is not None else len(shared) * self.pool.block_size
@@ -468,7 +472,7 @@ class Scheduler:
         sequence.num_computed = computed
         sequence.num_published = len(shared)
         sequence.status = Status.RUNNING
-        tenant.running += 1
+        self._change_slots(tenant, 1)
         insort(self._running, sequence, key=_order)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -488,14 +492,25 @@ class Scheduler:
             del tenant.waiting[sequence.request.id]
             self._num_new -= 1
 
+    def _change_slots(self, tenant: Tenant, by: int) -> None:
+        tenant.running += by
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        for refused in self._refused:
+            self._fair.offer(refused)
+        self._refused.clear()
+
     # Room: who gives up a slot and blocks for one that comes in
 
-    def _room(self, tenant: Tenant, sequence: Sequence) -> tuple[list[Sequence], list[int]] | None:
+    def _room(self, draft: _Draft, tenant: Tenant, sequence: Sequence) -> tuple[list[Sequence], list[int]] | None:
         """Who must go for it to come in, mostly nobody, and the cached blocks that it reuses; None: it has no room."""
         victims: list[Sequence] = []
         if len(self._running) >= self._max_num_seqs:
             giver = self._slot_giver(tenant)
             if giver is None:
+                self._refused[tenant] = None
+                draft.closed = tenant.running == 0  # else it may be passed by one that is owed a slot
                 return None
             victims.append(giver)
         shared = self._cached_blocks(sequence)
@@ -507,6 +522,7 @@ class Scheduler:
         if missing > 0:
             givers = self._block_givers(tenant, needed, missing, kept, victims)
             if givers is None:
+                draft.closed = True  # what it waits for, nobody takes away
                 return None
             victims += givers
         return victims, shared

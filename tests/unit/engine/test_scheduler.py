@@ -260,6 +260,17 @@ def test_paused_requests_do_not_stop_the_queue() -> None:
     assert paused.sequences[0].status is Status.PARKED
 
 
+def test_one_that_was_refused_a_slot_comes_in_when_all_that_run_pause() -> None:
+    bench = Bench(seqs=1)
+    paused = bench.add([1], tenant="a", ceiling=3)
+    bench.step()
+    bench.add([2], tenant="b")
+    assert said(bench.step()) == [("r1", 1, 1, True)]
+    assert said(bench.step()) == [("r1", 2, 1, True)]
+    assert said(bench.step()) == [("r2", 0, 1, True)]
+    assert paused.sequences[0].status is Status.PARKED
+
+
 def test_an_end_frees_everything_at_once_in_every_state() -> None:
     bench = Bench(blocks=6, size=2, seqs=3)
     groups = [bench.add([i] * 3, tenant=str(i), n=2) for i in range(1, 4)]
