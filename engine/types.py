@@ -210,7 +210,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     n: int = 1
     adapter: AdapterRef | None = None
-    tenant: str = ""  # who shares cache with whom: only requests of one tenant, adapter content and salt
+    tenant: str = ""  # who shares the cache with whom (and adapter content and salt), and the engine's time fairly
     cache_salt: str = ""
     token_ceiling: int | None = None  # completion tokens over all choices; None: no ceiling
     ceiling_final: bool = False  # False: at the ceiling the request pauses until it is raised or made final
