@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 
 from engine.client import Engine
-from engine.types import EngineError, EngineUnavailable, Finish, Request, Update
+from engine.types import EngineError, EngineUnavailable, Finish, GrammarRejected, Request, Update
 from gateway.admission import Admitted
 from gateway.capture import Capture
 from gateway.errors import ApiError, DeadlineExceeded, InternalError, Unavailable, api_error
@@ -192,9 +192,12 @@ class Generation:
             self._ask_for_money(part_id)
         if update.finish is Finish.EXPIRED:  # nothing of it is said, so that it can still be a status
             raise RequestExpired("the request waited in the queue for too long")
+        if update.rejected and not update.counts.completion:  # the same
+            raise GrammarRejected(update.error or "its grammar cannot be followed")
         self.answer.say(self._renderer.update(part, update))
         if update.finish is Finish.ERROR:
-            raise RequestFailed(update.error or "the engine could not go on with this request")
+            kind = GrammarRejected if update.rejected else RequestFailed
+            raise kind(update.error or "the engine could not go on with this request")
 
     def _ask_for_money(self, part_id: str) -> None:
         """Beside the stream, which must be read on: an abort has to get through while this waits."""

@@ -97,6 +97,7 @@ ERRORS: list[tuple[Exception, int, str | None]] = [
     (engine.EngineUnavailable("pid 7 died"), 503, "engine_unavailable"),
     (engine.PromptTooLong("long"), 400, "context_length_exceeded"),
     (engine.AdapterRejected("rank 512"), 400, "adapter_rejected"),
+    (engine.GrammarRejected("unclosed group"), 400, "grammar_rejected"),
     (engine.AdapterUnknown("x"), 503, "adapter_unavailable"),
     (engine.EngineError("/secret"), 500, "internal_error"),
     (msgspec.ValidationError("Expected `int`, got `str` - at `$.a.b`"), 400, "invalid_type"),
