@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from litestar import Request, post
 from litestar.di import NamedDependency
 from litestar.types import ASGIApp
@@ -30,8 +31,9 @@ async def completions(request: Request[Any, Any, Any], edge: NamedDependency[Edg
 def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
     n = check_common(asked, max_n=edge.settings.max_n)
     texts_or_ids = _prompts(asked.prompt, edge.settings.max_prompts)
-    if asked.echo and asked.logprobs is not None:
-        raise invalid("echo", "not supported together with logprobs", code="unsupported_parameter")
+    scores_echo = bool(asked.echo) and asked.logprobs is not None
+    if scores_echo and asked.stream:
+        raise invalid("echo", "not supported together with logprobs in a stream", code="unsupported_parameter")
 
     async def prepare(model: str) -> tuple[Ask, Callable[[Admitted], Renderer]]:
         prompts = [await _tokens(edge, prompt) for prompt in texts_or_ids]
@@ -42,9 +44,14 @@ def _preparer(edge: Edge, asked: CompletionRequest) -> Prepare:
             logprobs=asked.logprobs,
             vocab_size=edge.engine.info.vocab_size,
         )
+        scored: tuple[list[int], int] | None = None
+        if scores_echo and asked.logprobs is not None:
+            scored = [prompt[0] for prompt in prompts], asked.logprobs
+            wanted = max(asked.logprobs, asked.prompt_logprobs or 0)
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=wanted)
         ask = asked_of(asked, endpoint=ENDPOINT, prompts=prompts, sampling=sampling, n=n)
         echo = [await _text(edge, prompt) for prompt in texts_or_ids] if asked.echo else None
-        return ask, worded(asked, ask, model, TextDialect(edge.tokenizer, echo, n))
+        return ask, worded(asked, ask, model, TextDialect(edge.tokenizer, echo, n, scored))
 
     return prepare
 

@@ -7,6 +7,7 @@ changes in each is a text, an index and at most a finish reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -33,12 +34,13 @@ class Pieces(Protocol):
 class Choice:
     """One choice of the answer, as far as it has come."""
 
-    __slots__ = ("finish", "index", "logprobs", "offset", "started", "stop_reason", "text")
+    __slots__ = ("finish", "index", "logprobs", "offset", "prompt", "started", "stop_reason", "text")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt: PromptLogprobs = []  # its prompt's, where they were asked for
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None
         self.started = False
@@ -68,8 +70,8 @@ class Dialect(Protocol):
         """The fields of a whole choice."""
         ...
 
-    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The prompts' log-probabilities, where vLLM has them: fields of the body, and of each choice."""
+    def prompt(self, prompts: Sequence[PromptLogprobs]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The log-probabilities of each choice's prompt, where vLLM has them: fields of the body, and of choices."""
         ...
 
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]: ...
@@ -113,7 +115,7 @@ class ChatDialect:
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": "".join(choice.text), "refusal": None}}
 
-    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def prompt(self, prompts: Sequence[PromptLogprobs]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return {"prompt_logprobs": prompt_json(prompts[0], self._tokenizer)}, []
 
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
@@ -133,11 +135,22 @@ class TextDialect:
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, tokenizer: Pieces, echo: Sequence[str] | None = None, n: int = 1) -> None:
-        """`echo`: the text of each prompt, to be repeated before its `n` choices."""
+    def __init__(
+        self,
+        tokenizer: Pieces,
+        echo: Sequence[str] | None = None,
+        n: int = 1,
+        scored: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        """`echo`: the text of each prompt, to be repeated before its `n` choices.
+
+        `scored`: the first token of each prompt and a number; then the log-probabilities of prompts stand before those
+        of their choices, with that many of the most likely tokens.
+        """
         self._tokenizer = tokenizer
         self._echo = echo
         self._n = n
+        self._scored = scored
 
     def opening(self, choice: Choice) -> bytes | None:
         return None if self._echo is None else self.delta(self._prompt_of(choice))
@@ -154,11 +167,21 @@ class TextDialect:
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {"text": self._prompt_of(choice) + "".join(choice.text)}
 
-    def prompt(self, prompts: Sequence[PromptLogprobs], n: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        told = [{"prompt_logprobs": prompt_json(found, self._tokenizer)} for found in prompts]
-        return {}, [fields for fields in told for _ in range(n)]
+    def prompt(self, prompts: Sequence[PromptLogprobs]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        return {}, [{"prompt_logprobs": prompt_json(found, self._tokenizer)} for found in prompts]
 
     def logprobs(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
+        if self._scored is not None:
+            return self._listed([*self._prompt_entries(choice, *self._scored), *entries], choice)
+        return self._listed(entries, choice)
+
+    def _prompt_entries(self, choice: Choice, firsts: Sequence[int], count: int) -> list[TokenLogprob]:
+        """As if they were a choice's; nothing is said of how likely the first is (NaN)."""
+        entries = [TokenLogprob(firsts[choice.index // self._n], math.nan)]
+        entries += [TokenLogprob(e.token_id, e.logprob, e.top[:count]) for e in choice.prompt if e is not None]
+        return entries
+
+    def _listed(self, entries: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any]:
         pieces = [self._tokenizer.piece(entry.token_id) for entry in entries]
         offsets = []
         for piece in pieces:
@@ -166,9 +189,12 @@ class TextDialect:
             choice.offset += len(piece)
         return {
             "tokens": pieces,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                {self._tokenizer.piece(token): _finite(logprob) for token, logprob in entry.top} for entry in entries
+                None
+                if math.isnan(entry.logprob)
+                else {self._tokenizer.piece(token): _finite(logprob) for token, logprob in entry.top}
+                for entry in entries
             ],
             "text_offset": offsets,
         }
@@ -193,13 +219,14 @@ class Renderer:
         n: int,
         stream: bool,
         include_usage: bool,
+        prompt_logprobs: bool = False,  # in fields of their own
     ) -> None:
         self._dialect = dialect
         self._stream = stream
         self._include_usage = include_usage
         self._n = n
         self._choices = [Choice(index) for index in range(choices)]
-        self._prompts: dict[int, PromptLogprobs] = {}  # by prompt, where they were asked for
+        self._tells_prompts = prompt_logprobs
         identity = {"id": dialect.id_prefix + request_id, "object": "", "created": created_s, "model": model}
         self._whole = {**identity, "object": dialect.object}
         self._head = _encode({**identity, "object": dialect.chunk_object})[:-1] + b',"choices":['
@@ -209,7 +236,8 @@ class Renderer:
         """Take what a step did for one prompt; the frames that say it, if this is a stream."""
         frames: list[bytes] = []
         if update.prompt_logprobs is not None:
-            self._prompts[part] = update.prompt_logprobs
+            for choice in self._choices[part * self._n : (part + 1) * self._n]:
+                choice.prompt = update.prompt_logprobs
         for delta in update.deltas:
             choice = self._choices[part * self._n + delta.index]
             if delta.finish is not None:
@@ -271,9 +299,8 @@ class Renderer:
     def _whole_body(self, counts: TokenCounts) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._choices]
         body = {**self._whole, "choices": choices, "usage": counts_json(counts)}
-        if self._prompts and len(self._prompts) * self._n == len(choices):  # not where the money ended before
-            prompts = [found for _, found in sorted(self._prompts.items())]
-            of_body, of_choices = self._dialect.prompt(prompts, self._n)
+        if self._tells_prompts:
+            of_body, of_choices = self._dialect.prompt([choice.prompt for choice in self._choices])
             body |= of_body
             for choice, fields in zip(choices, of_choices, strict=False):
                 choice |= fields

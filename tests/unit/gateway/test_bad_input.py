@@ -81,7 +81,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"prompt": "x", "best_of": 3}, "best_of", "unsupported_parameter"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
-    (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "unsupported_parameter"),
+    (TEXT, {"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo", "unsupported_parameter"),
     ("/tokenize", {}, "prompt", "invalid_value"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "invalid_value"),
     ("/detokenize", {"tokens": [300]}, "tokens", "invalid_value"),

@@ -160,6 +160,24 @@ def test_sampling_fields_reach_the_engine(gateway: RunningGateway) -> None:
     assert (request.cache_salt, request.tenant) == ("s", "acme")
 
 
+def test_an_echoed_prompt_has_its_logprobs_before_the_choices(gateway: RunningGateway) -> None:
+    """How evaluations score a text (OpenAI's completions): nothing is said of the first token."""
+    client = sdk(gateway)
+    answer = client.completions.create(
+        model="fake", prompt=["xyz", "ab"], max_tokens=1, echo=True, logprobs=1, extra_body={"ignore_eos": True}
+    )
+    first, second = answer.choices
+    assert (first.text, second.text) == ("xyzx", "aba")
+    assert first.logprobs is not None
+    assert first.logprobs.tokens == ["x", "y", "z", "x"]
+    assert first.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert first.logprobs.top_logprobs == [None, {"y": -0.5}, {"z": -0.5}, {"x": -0.5}]
+    assert first.logprobs.text_offset == [0, 1, 2, 3]
+    assert second.logprobs is not None
+    assert second.logprobs.tokens == ["a", "b", "a"]
+    assert not hasattr(first, "prompt_logprobs")
+
+
 def test_prompt_logprobs_stand_where_vllm_has_them(gateway: RunningGateway) -> None:
     """A chat's in the body, a text's in each of its choices; by token id, with rank and text, null for the first."""
     client = sdk(gateway)
