@@ -382,6 +382,7 @@ class EngineCore:
         paused: bool = False,
         error: str | None = None,
         rejected: bool = False,
+        adapter_lost: bool = False,
     ) -> Update:
         finished = group.num_open == 0
         finish = group.finish if finished else None
@@ -402,6 +403,7 @@ class EngineCore:
             prompt_logprobs=group.take_prompt_logprobs(),
             cost=group.cost if finished else None,
             rejected=rejected,
+            adapter_lost=adapter_lost,
         )
 
     def _report(self, updates: list[Update]) -> StepOutput:
@@ -474,13 +476,20 @@ class EngineCore:
         return self.scheduler.groups.get(request_id) or self.grammars.held.get(request_id)
 
     def _end_between_steps(
-        self, group: SequenceGroup, finish: Finish, error: str | None = None, *, rejected: bool = False
+        self,
+        group: SequenceGroup,
+        finish: Finish,
+        error: str | None = None,
+        *,
+        rejected: bool = False,
+        adapter_lost: bool = False,
     ) -> None:
         """End it now, to be told with the next step."""
         now_us = self.scheduler.now_us = self._clock_us()
         if group.queue_us is None:
             group.queue_us = max(0, now_us - group.arrived_us)
-        self._ended.append(self._update(group, self._end(group, finish), error=error, rejected=rejected))
+        deltas = self._end(group, finish)
+        self._ended.append(self._update(group, deltas, error=error, rejected=rejected, adapter_lost=adapter_lost))
 
     def _lose(self, lost: Mapping[str, str]) -> bool:
         """End the requests of adapters that are gone, each with the reason. Whether there were any."""
@@ -489,7 +498,7 @@ class EngineCore:
         for group in [*self.scheduler.groups.values(), *self.grammars.held.values()]:
             adapter = group.request.adapter
             if adapter and adapter.id in lost:
-                self._end_between_steps(group, Finish.ERROR, lost[adapter.id])
+                self._end_between_steps(group, Finish.ERROR, lost[adapter.id], adapter_lost=True)
         return True
 
     def _end(self, group: SequenceGroup, finish: Finish) -> list[ChoiceDelta]:

@@ -33,6 +33,10 @@ class AdapterRejected(EngineError):
     """The adapter cannot be served; the text names the reason and never a path."""
 
 
+class AdapterLost(EngineError):
+    """The request's adapter could not be brought in again: its files are gone or others, or there is no memory."""
+
+
 class AdapterUnknown(EngineError):
     """The request names an adapter that is not loaded."""
 
@@ -285,6 +289,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     rejected: bool = False  # with Finish.ERROR: the request itself is to blame (a `GrammarRejected`)
     cost: Cost | None = None  # with `finished`
+    adapter_lost: bool = False  # with Finish.ERROR: its adapter cannot be brought in any more (an `AdapterLost`)
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

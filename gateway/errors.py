@@ -271,6 +271,7 @@ _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
     (engine.PromptTooLong, _text(BadRequest, "context_length_exceeded")),
     (engine.EngineBusy, lambda _: Unavailable("The queue is full; try again shortly.", code="overloaded")),
     (engine.AdapterUnknown, lambda _: Unavailable("The adapter is not loaded now.", code="adapter_unavailable")),
+    (engine.AdapterLost, _text(Unavailable, "adapter_unavailable")),
     (engine.AdapterRejected, _text(BadRequest, "adapter_rejected")),
     (engine.GrammarRejected, _text(BadRequest, "grammar_rejected")),
     (engine.EngineUnavailable, lambda _: Unavailable("The engine is not up; try again.", code="engine_unavailable")),

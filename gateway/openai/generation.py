@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 
 from engine.client import Engine
-from engine.types import EngineError, EngineUnavailable, Finish, GrammarRejected, Request, Update
+from engine.types import AdapterLost, EngineError, EngineUnavailable, Finish, GrammarRejected, Request, Update
 from gateway.admission import Admitted
 from gateway.capture import Capture
 from gateway.errors import ApiError, DeadlineExceeded, InternalError, Unavailable, api_error
@@ -54,6 +54,13 @@ class RequestFailed(EngineError):
 
 class RequestExpired(EngineError):
     """The engine did not begin with this request in time."""
+
+
+def _fault(update: Update) -> type[EngineError]:
+    """What the end of a request with `Finish.ERROR` is an error of."""
+    if update.rejected:
+        return GrammarRejected
+    return AdapterLost if update.adapter_lost else RequestFailed
 
 
 class Generation:
@@ -196,8 +203,7 @@ class Generation:
             raise GrammarRejected(update.error or "its grammar cannot be followed")
         self.answer.say(self._renderer.update(part, update))
         if update.finish is Finish.ERROR:
-            kind = GrammarRejected if update.rejected else RequestFailed
-            raise kind(update.error or "the engine could not go on with this request")
+            raise _fault(update)(update.error or "the engine could not go on with this request")
 
     def _ask_for_money(self, part_id: str) -> None:
         """Beside the stream, which must be read on: an abort has to get through while this waits."""
@@ -225,7 +231,7 @@ class Generation:
         outcome, finish_reason = self._outcome(fault)
         if outcome is Outcome.FINISHED:
             try:
-                ending = self._renderer.ending(self._admitted.live.counts)
+                ending = await self._ending()
                 if self._claim is not None:
                     await self._claim.keep(self.answer.body() + b"".join(ending))
             except Exception as error:  # ours; the request is settled all the same
@@ -235,6 +241,10 @@ class Generation:
             self.answer.end(ending)
         else:
             self.answer.fail(self._error(outcome, fault))
+
+    async def _ending(self) -> list[bytes]:
+        counts, renderer = self._admitted.live.counts, self._renderer
+        return await asyncio.to_thread(renderer.ending, counts) if renderer.takes_long else renderer.ending(counts)
 
     def _outcome(self, fault: Exception | None) -> tuple[Outcome, str]:
         finish = next((finish for finish in _GRAVEST_FIRST if finish in self._ends), None)

@@ -276,6 +276,7 @@ def test_an_adapter_that_is_gone_or_another_ends_its_requests_and_no_other(disk:
     for id_ in finished[Finish.ERROR]:
         [only] = said[id_]
         assert only.counts == TokenCounts()
+        assert only.adapter_lost
         assert only.error == ("the adapter has no weights" if id_[0] == "a" else "the adapter's content has changed")
     assert (len(core.adapters), core.adapters.slots.resident) == (3, 1)
     write(tmp_path / "a")  # it is there again

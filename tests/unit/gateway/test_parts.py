@@ -99,6 +99,7 @@ ERRORS: list[tuple[Exception, int, str | None]] = [
     (engine.AdapterRejected("rank 512"), 400, "adapter_rejected"),
     (engine.GrammarRejected("unclosed group"), 400, "grammar_rejected"),
     (engine.AdapterUnknown("x"), 503, "adapter_unavailable"),
+    (engine.AdapterLost("its files are gone"), 503, "adapter_unavailable"),
     (engine.EngineError("/secret"), 500, "internal_error"),
     (msgspec.ValidationError("Expected `int`, got `str` - at `$.a.b`"), 400, "invalid_type"),
     (HTTPException(status_code=404, detail="/secret"), 404, "not_found"),
