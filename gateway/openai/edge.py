@@ -32,6 +32,7 @@ from metering.events import Outcome
 log = structlog.get_logger(__name__)
 
 BODY_TIMEOUT_S = 60.0
+PROMPT_LOGPROBS_MAX = 1 << 15  # two megabytes of an answer
 INLINE_CHARACTERS = 8192
 """Longer texts (and more tokens) are worked on by another thread: a long prompt must not stop everybody's stream."""
 
@@ -62,6 +63,13 @@ Prepare = Callable[[str], Awaitable[tuple[Ask, Callable[[Admitted], Renderer]]]]
 
 def asked_of(body: Sampling, *, endpoint: str, prompts: Sequence[list[int]], sampling: SamplingParams, n: int) -> Ask:
     """What both generating endpoints ask of the engine, in the same way."""
+    if sampling.prompt_logprobs is not None:
+        listed = sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
+        if listed > PROMPT_LOGPROBS_MAX:
+            field = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
+            raise invalid(
+                field, f"at most {PROMPT_LOGPROBS_MAX} log-probabilities of prompt tokens in one answer, not {listed}"
+            )
     return Ask(
         endpoint=endpoint,
         prompts=prompts,

@@ -287,6 +287,11 @@ class Renderer:
             )
         )
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether the end has thousands of log-probabilities to word: not for the event loop."""
+        return sum(len(choice.prompt) for choice in self._choices) > 256
+
     def ending(self, counts: TokenCounts) -> list[bytes]:
         """What may leave once the request is settled: the usage chunk and `[DONE]`, or the whole body."""
         if not self._stream:

@@ -52,6 +52,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"prompt": "x", "allowed_token_ids": [999]}, "allowed_token_ids", "invalid_value"),
     (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
     (TEXT, {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+    (TEXT, {"prompt": ["x" * 100] * 16, "prompt_logprobs": 20}, "prompt_logprobs", "invalid_value"),
+    (TEXT, {"prompt": ["x" * 100] * 16, "echo": True, "logprobs": 20}, "logprobs", "invalid_value"),
     (TEXT, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),

@@ -197,6 +197,8 @@ def test_prompt_logprobs_stand_where_vllm_has_them(gateway: RunningGateway) -> N
             {"122": told | {"decoded_token": "z"}},
         ]
     )
+    long = client.completions.create(model="fake", prompt="x" * 400, max_tokens=1, extra_body=asked)
+    assert len(long.choices[0].prompt_logprobs) == 400  # type: ignore[attr-defined]
     chat = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1, extra_body=asked)
     listed = chat.prompt_logprobs  # type: ignore[attr-defined]
     assert chat.usage is not None
