@@ -3,7 +3,9 @@
 Knows: one rule. Every sequence's computed tokens catch up with its tokens, under one budget of tokens a
 step: first each running sequence that lacks one token (a decode), then those that lack many (prefills), whether
 they run or wait, in the fair order of their tenants (`fairness`); a long one is cut to what is left of the budget
-(chunked). There are never more running sequences than a budget has tokens for, so every decode is in every step.
+(chunked). A step that brings the first token of a tenant who waits for nothing else is not filled up with the
+prompts of one who waits for more than fits: so it is over the sooner. There are never more running sequences than
+a budget has tokens for, so every decode is in every step.
 Does not know: torch, clocks, text, why a sequence ends.
 
 Of one tenant, running sequences go first, then those that ran before, then new ones, first come first served. A
@@ -79,6 +81,7 @@ class _Draft:
     drawn: dict[str, int] = field(default_factory=dict)  # tokens to be sampled, of requests under a ceiling
     looks: int = LOOKAHEAD
     closed: bool = False  # one waits for blocks: nobody else comes in
+    spared: bool = False  # the first token of one that waits for no more comes with it: no flood makes it longer
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -307,6 +310,7 @@ class Scheduler:
             group.backlog -= fresh
         if sample:
             tenant.served += tenant.completion_cost
+            draft.spared = draft.spared or (group.completion == 0 and tenant.backlog == 0)
             if group.ceiling is not None and len(group.sequences) > 1:
                 draft.drawn[group.request.id] = draft.drawn.get(group.request.id, 0) + 1
 
@@ -369,6 +373,9 @@ class Scheduler:
         """Spend what the decodes have left, in fair order. `prefilling`: the tenants of running prefills."""
         aside: list[Tenant] = []
         while draft.budget > 0 and not draft.closed and (tenant := self._fair.take()) is not None:
+            if draft.spared and _floods(tenant, draft.budget):
+                aside.append(tenant)
+                break
             if self._go_on(draft, tenant) or self._come_in(draft, tenant):
                 self._fair.note_turn(tenant)
                 self._fair.offer(tenant)
@@ -377,7 +384,10 @@ class Scheduler:
         for tenant in aside:
             self._fair.offer(tenant)
         while draft.budget > 0 and (left := [tenant for tenant in prefilling if tenant.prefills]):
-            self._go_on(draft, min(left, key=self._fair.rank))
+            tenant = min(left, key=self._fair.rank)
+            if draft.spared and _floods(tenant, draft.budget):
+                break
+            self._go_on(draft, tenant)
 
     def _go_on(self, draft: _Draft, tenant: Tenant) -> bool:
         """Compute more of its oldest running prefill that can; False when there is none."""
@@ -643,6 +653,12 @@ def queue_full(max_waiting: int, free_slots: int, waiting: int, own: int) -> boo
 def _fresh(sequence: Sequence, start: int, count: int) -> int:
     """How many of these tokens are of the prompt and computed for the first time."""
     return max(0, min(start + count, sequence.num_prompt) - max(start, sequence.high_water))
+
+
+def _floods(tenant: Tenant, budget: int) -> bool:
+    """Whether what it waits for is more than that."""
+    head = tenant.head
+    return tenant.backlog > budget or (head is not None and head.num_uncomputed > budget)
 
 
 def _held(tenant: Tenant) -> float:

@@ -1,5 +1,7 @@
 """One tenant's flood and another's request: on the scheduler alone, by what the steps compute."""
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.blocks import BlockPool, cache_root
@@ -40,8 +42,10 @@ class Flooded:
         self.scheduler.add(group)
         return group
 
-    def step(self) -> StepPlan:
+    def step(self, meanwhile: Callable[[], object] = lambda: None) -> StepPlan:
+        """`meanwhile`: what happens while it is computed."""
         plan = self.scheduler.schedule()
+        meanwhile()
         assert sum(entry.count for entry in plan.scheduled) <= self.budget
         for entry in plan.scheduled:
             owed = entry.count * (entry.start < entry.sequence.num_prompt) + 2 * entry.sample
@@ -55,15 +59,15 @@ class Flooded:
             self.scheduler.check_integrity()
         return plan
 
-    def first_token(self, group: SequenceGroup) -> tuple[int, int]:
-        """The steps until it comes, and the tokens of others' prompts in them."""
-        steps = others = 0
-        while group.completion == 0:
-            steps += 1
-            tenant = group.request.tenant
-            entries = self.step().scheduled
-            others += sum(e.count for e in entries if e.count > 1 and e.sequence.request.tenant != tenant)
-        return steps, others
+    def first_token(self, tenant: str, prompt: int, out: int = 300) -> tuple[int, int]:
+        """The steps until it comes, after the one during which it is asked for, and others' prompt tokens in all."""
+        asked: list[SequenceGroup] = []
+        plans = [self.step(lambda: asked.append(self.ask(tenant, prompt, out)))]
+        while asked[0].completion == 0:
+            plans.append(self.step())
+        entries = [entry for plan in plans for entry in plan.scheduled]
+        others = sum(e.count for e in entries if e.count > 1 and e.sequence.request.tenant != tenant)
+        return len(plans) - 1, others
 
 
 @pytest.mark.parametrize("blocks", [8000, 700])
@@ -75,7 +79,7 @@ def test_a_flood_raises_anothers_first_token_by_less_than_a_step(when: int, prom
         bench.ask("flood", 1000)
     for _ in range(when):
         bench.step()
-    steps, others = bench.first_token(bench.ask("other", prompt, 64))
+    steps, others = bench.first_token("other", prompt, 64)
     alone = -(-prompt // BUDGET)
     assert steps <= alone + 1
     assert others <= BUDGET
@@ -87,7 +91,7 @@ def test_a_flood_of_long_answers_in_all_slots_gives_one_up_and_no_more_than_half
     bench.step()
     bench.step()
     assert bench.scheduler.num_running == SEQS
-    assert bench.first_token(bench.ask("other", 100))[0] == 1
+    assert bench.first_token("other", 100)[0] == 1
     assert sum(group.preemptions for group in flood) == bench.scheduler.stats.preemptions == 1
     for _ in range(60):
         bench.ask("other", 100, 100_000)
@@ -136,9 +140,8 @@ def test_a_tenant_within_its_share_is_not_slowed_by_how_many_requests_another_ha
             bench.step()
         steps = []
         for _ in range(20):  # one after the other, each while the flood goes on
-            group = bench.ask("other", 700, 8)
-            steps.append(bench.first_token(group)[0])
-            while group.num_open:
+            steps.append(bench.first_token("other", 700, 8)[0])
+            for _ in range(8):
                 bench.step()
         seen.append(steps)
         assert max(steps) <= 3
