@@ -11,7 +11,7 @@ constexpr int64_t kFewRows = 64;         // up to here each worker rounds the ro
 constexpr int64_t kOperandBytes = 384 << 10;  // with more rows, a piece's operand: it stays in the second-level cache
 constexpr int64_t kRowsOfRounding = 16;  // rows of a piece of the rounding's own region
 constexpr int64_t kPieceBytes = 40 << 10;  // weights of a piece when rows are few: microseconds of reading memory
-constexpr int64_t kAheadBytes = 1536;    // what is fetched before it is read: the hardware's own fetching ends at a page
+constexpr int64_t kAheadBytes = 12 << 10;  // what is fetched before it is read: hardware's own fetching ends at a page
 
 int32_t allowed_forms = ~0;
 
@@ -209,7 +209,7 @@ void finish(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t pa
     its(job, row, rows, panel, panels, result);
 }
 
-// The lines that a tile's results will be written to: fetched while it is computed.
+// The lines that a tile's results will be added to: fetched while it is computed.
 void fetch_out(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
     const bool gated = job.weight->gated;
     const int64_t step = job.epilogue == Epilogue::swiglu ? 2 : 1;
@@ -221,6 +221,20 @@ void fetch_out(const Job& job, int64_t row, int64_t rows, int64_t panel, int64_t
 
 // ---- a piece ----
 
+// The first tile of some panels brings their weights in, the others a share each of those that come next.
+void fetch_weights(const Kernel& kernel, Tile& tile, int64_t index, int64_t tiles) {
+    if (index == 0) {
+        const int64_t ahead = kAheadBytes / kernel.abreast;
+        tile.fetch = tile.weights + ahead;
+        tile.fetch_step = 64;
+        tile.fetch_turn = (tile.panel_bytes - ahead) / 64;
+    } else {
+        tile.fetch = tile.weights + tile.panels * tile.panel_bytes + (index - 1) * tile.panel_bytes / (tiles - 1);
+        tile.fetch_step = divided_up(64, tiles - 1);
+        tile.fetch_turn = tile.panel_bytes;
+    }
+}
+
 void run_piece(const Buffers& b, const Cut& cut, int64_t piece, const std::byte* operand, float* result) {
     const Job& job = *cut.job;
     const OperandRows& x = b.operands[size_t(cut.operand)];
@@ -231,20 +245,22 @@ void run_piece(const Buffers& b, const Cut& cut, int64_t piece, const std::byte*
     const auto* weights = static_cast<const std::byte*>(job.weight->data);
     const int64_t tiles = divided_up(end_row - first_row, cut.kernel->rows);
     for (int64_t panel = first_panel; panel < end_panel; panel += cut.kernel->panels) {
-        const int64_t panels = std::min(cut.kernel->panels, end_panel - panel);
-        const std::byte* its = weights + panel * cut.panel_bytes;
-        const std::byte* next = its + panels * cut.panel_bytes;
+        Tile tile{};
+        tile.panels = std::min(cut.kernel->panels, end_panel - panel);
+        tile.panel_bytes = cut.panel_bytes;
+        tile.weights = weights + panel * cut.panel_bytes;
+        tile.operand_bytes = x.row_bytes;
+        tile.inputs = x.padded;
+        tile.result = result;
+        tile.result_stride = tile.panels * kPanel;
         int64_t row = first_row;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const int64_t rows = divided_up(end_row - row, tiles - tile);
-            // The first tile brings the weights in, the others a share each of the weights that come next.
-            const int64_t share = std::max<int64_t>(1, tiles - 1);
-            const std::byte* fetch = tile == 0 ? its + kAheadBytes : next + (tile - 1) * cut.panel_bytes / share;
-            fetch_out(job, row, rows, panel, panels);
-            cut.kernel->run({its, cut.panel_bytes, panels, operand + x.offset + row * x.row_bytes, x.row_bytes, rows,
-                             x.padded, result, panels * kPanel, fetch, tile == 0 ? 64 : divided_up(64, share)});
-            finish(job, row, rows, panel, panels, result);
-            row += rows;
+        for (int64_t index = 0; index < tiles; index++, row += tile.rows) {
+            tile.rows = divided_up(end_row - row, tiles - index);
+            tile.operand = operand + x.offset + row * x.row_bytes;
+            fetch_weights(*cut.kernel, tile, index, tiles);
+            if (job.epilogue == Epilogue::add) fetch_out(job, row, tile.rows, panel, tile.panels);
+            cut.kernel->run(tile);
+            finish(job, row, tile.rows, panel, tile.panels, result);
         }
     }
 }

@@ -78,9 +78,9 @@ void sum(const Tile& t, int64_t panel, const std::byte* weights, int64_t weights
             _tile_dpbf16ps(1, 5, 6);
         }
         if (high && second) _tile_dpbf16ps(3, 5, 7);
-        for (int64_t line = step * lines; line < (step + 1) * lines; line++) fetch(t, panel, line);
+        for (int64_t line = step * lines; line < (step + 1) * lines; line++) fetch<2>(t, panel, line);
         if (second) {
-            for (int64_t line = step * lines; line < (step + 1) * lines; line++) fetch(t, panel + 1, line);
+            for (int64_t line = step * lines; line < (step + 1) * lines; line++) fetch<2>(t, panel + 1, line);
         }
     }
     const int64_t result_bytes = t.result_stride * 4;
@@ -147,9 +147,9 @@ void run_widened(const Tile& t) {
 }  // namespace
 
 const Kernel* amx_kernel(Format format, int64_t rows) {
-    static const Kernel bf16{Operand::bf16, 32, 4, run_bf16};
-    static const Kernel int8{Operand::bf16, 128, 4, run_widened<Format::int8>};
-    static const Kernel int4{Operand::bf16, 128, 4, run_widened<Format::int4>};
+    static const Kernel bf16{Operand::bf16, 32, 4, 2, run_bf16};
+    static const Kernel int8{Operand::bf16, 128, 4, 2, run_widened<Format::int8>};
+    static const Kernel int4{Operand::bf16, 128, 4, 2, run_widened<Format::int4>};
     if (format == Format::f32 || rows <= kFew || !permitted()) return nullptr;
     return format == Format::bf16 ? &bf16 : rows <= 2 * kTileRows ? nullptr : format == Format::int8 ? &int8 : &int4;
 }

@@ -1,21 +1,22 @@
 // The form for AVX-512 with bfloat16 and VNNI: bf16 weights by vdpbf16ps, int8 and int4 weights by vpdpbusd with rows
 // rounded to int8 in the weights' groups.
 //
-// A tile of up to 12 rows and 2 panels stays in registers over all inputs. The weights are one stream for each panel,
-// which is fetched ahead by hand: the hardware's own fetching stops at every page.
+// A tile's sums stay in registers over all inputs. The weights are fetched ahead by hand: the hardware's own fetching
+// stops at every page.
 #include "matmul_forms.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #include <array>
 #include <utility>
 
+#define UNROLLED _Pragma("GCC unroll 16")
+
 namespace meterhouse {
 namespace {
 
-constexpr int kPanels = 2;
 
 // Independent sums for each result: a dot product takes its turn every other cycle and six to finish.
-constexpr int chains(int results) { return results >= 8 ? 1 : results >= 3 ? 2 : 4; }
+constexpr int chains(int results) { return results >= 12 ? 1 : results >= 5 ? 2 : 4; }
 
 // ---- bf16 ----
 
@@ -27,22 +28,22 @@ struct Bf16 {
         constexpr int C = chains(R * P);
         __m512 total[C][R][P] = {};
         for (int64_t pair = 0; pair < t.inputs / 2; pair += C) {
-            for (int c = 0; c < C; c++) {
+            UNROLLED for (int c = 0; c < C; c++) {
                 __m512bh w[P];
-                for (int p = 0; p < P; p++) {
-                    fetch(t, panel + p, pair + c);
+                UNROLLED for (int p = 0; p < P; p++) {
+                    fetch<P>(t, panel + p, pair + c);
                     w[p] = (__m512bh)_mm512_load_si512(weights + p * t.panel_bytes + (pair + c) * 64);
                 }
-                for (int r = 0; r < R; r++) {
+                UNROLLED for (int r = 0; r < R; r++) {
                     const auto x = (__m512bh)_mm512_set1_epi32(load<int>(t.operand + r * t.operand_bytes + (pair + c) * 4));
-                    for (int p = 0; p < P; p++) total[c][r][p] = _mm512_dpbf16_ps(total[c][r][p], w[p], x);
+                    UNROLLED for (int p = 0; p < P; p++) total[c][r][p] = _mm512_dpbf16_ps(total[c][r][p], w[p], x);
                 }
             }
         }
-        for (int r = 0; r < R; r++) {
-            for (int p = 0; p < P; p++) {
+        UNROLLED for (int r = 0; r < R; r++) {
+            UNROLLED for (int p = 0; p < P; p++) {
                 __m512 sum = total[0][r][p];
-                for (int c = 1; c < C; c++) sum += total[c][r][p];
+                UNROLLED for (int c = 1; c < C; c++) sum += total[c][r][p];
                 _mm512_store_ps(result + r * t.result_stride + p * kPanel, sum);
             }
         }
@@ -59,9 +60,9 @@ inline __m512 wide(const std::byte* bf16) {
 // sum += the four products of each output, of unsigned weights and signed activations
 template <int R, int P>
 inline void dot(__m512i (&sum)[R][P], const __m512i (&w)[P], const Tile& t, int64_t at) {
-    for (int r = 0; r < R; r++) {
+    UNROLLED for (int r = 0; r < R; r++) {
         const __m512i x = _mm512_set1_epi32(load<int>(t.operand + r * t.operand_bytes + at));
-        for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], w[p], x);
+        UNROLLED for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], w[p], x);
     }
 }
 
@@ -82,24 +83,24 @@ struct Integers {
                 const std::byte* q = block + kScales + group % 2 * kGroupBytes;
                 const GroupScale* scale[R];
                 __m512i sum[R][P];
-                for (int r = 0; r < R; r++) {
+                UNROLLED for (int r = 0; r < R; r++) {
                     scale[r] = scales + r * t.operand_bytes / int64_t(sizeof(GroupScale)) + group;
-                    for (int p = 0; p < P; p++) sum[r][p] = _mm512_set1_epi32(kFour ? 0 : scale[r]->start);
+                    UNROLLED for (int p = 0; p < P; p++) sum[r][p] = _mm512_set1_epi32(kFour ? 0 : scale[r]->start);
                 }
                 const int64_t line = group / 2 * (block_bytes(format) / 64) + kScales / 64 + group % 2 * (kGroupBytes / 64);
                 dot_group(sum, q, t, group * kGroup, panel, line);
-                for (int p = 0; p < P; p++) {
+                UNROLLED for (int p = 0; p < P; p++) {
                     const std::byte* at = block + p * t.panel_bytes + group % 2 * 32;
                     const __m512 its = wide(at), least = kFour ? wide(at + 64) : __m512{};
-                    for (int r = 0; r < R; r++) {
+                    UNROLLED for (int r = 0; r < R; r++) {
                         const __m512 factor = its * _mm512_set1_ps(scale[r]->scale);
                         total[r][p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][p]), factor, total[r][p]);
                         if (kFour) total[r][p] = _mm512_fmadd_ps(least, _mm512_set1_ps(scale[r]->sum), total[r][p]);
                     }
                 }
             }
-            for (int r = 0; r < R; r++) {
-                for (int p = 0; p < P; p++) _mm512_store_ps(result + r * t.result_stride + p * kPanel, total[r][p]);
+            UNROLLED for (int r = 0; r < R; r++) {
+                UNROLLED for (int p = 0; p < P; p++) _mm512_store_ps(result + r * t.result_stride + p * kPanel, total[r][p]);
             }
         }
 
@@ -108,9 +109,9 @@ struct Integers {
 #pragma GCC unroll 8
             for (int64_t line = 0; line < kGroupBytes / 64; line++) {
                 __m512i w[P];
-                for (int p = 0; p < P; p++) {
+                UNROLLED for (int p = 0; p < P; p++) {
                     const std::byte* from = q + p * t.panel_bytes + line * 64;
-                    fetch(t, panel + p, first_line + line);
+                    fetch<P>(t, panel + p, first_line + line);
                     w[p] = _mm512_load_si512(from);
                 }
                 if constexpr (!kFour) {
@@ -118,9 +119,9 @@ struct Integers {
                 } else {
                     const __m512i lower = _mm512_set1_epi8(0x0f);
                     __m512i half[P];
-                    for (int p = 0; p < P; p++) half[p] = w[p] & lower;
+                    UNROLLED for (int p = 0; p < P; p++) half[p] = w[p] & lower;
                     dot(sum, half, t, at + line * 8);
-                    for (int p = 0; p < P; p++) half[p] = _mm512_srli_epi16(w[p], 4) & lower;
+                    UNROLLED for (int p = 0; p < P; p++) half[p] = _mm512_srli_epi16(w[p], 4) & lower;
                     dot(sum, half, t, at + line * 8 + 4);
                 }
             }
@@ -137,24 +138,29 @@ constexpr std::array<Run, sizeof...(R)> table(std::integer_sequence<int, R...>) 
     return {T<R + 1, P>::run...};
 }
 
-template <template <int, int> class T, int kRows>
+// `P` panels at a time for up to `most` rows.
+template <template <int, int> class T, int P, int most>
 void run(const Tile& t) {
-    static constexpr auto pairs = table<T, kPanels>(std::make_integer_sequence<int, kRows>());
-    static constexpr auto single = table<T, 1>(std::make_integer_sequence<int, kRows>());
+    static constexpr auto tiles = table<T, P>(std::make_integer_sequence<int, most>());
+    static constexpr auto last = table<T, 1>(std::make_integer_sequence<int, most>());
     int64_t p = 0;
-    for (; p + kPanels <= t.panels; p += kPanels) {
-        pairs[size_t(t.rows - 1)](t, p);
-    }
-    if (p < t.panels) single[size_t(t.rows - 1)](t, p);
+    for (; p + P <= t.panels; p += P) tiles[size_t(t.rows - 1)](t, p);
+    if (p < t.panels) last[size_t(t.rows - 1)](t, p);
 }
 
 }  // namespace
 
-const Kernel* avx512_kernel(Format format, int64_t) {
-    static const Kernel bf16{Operand::bf16, 12, 4, run<Bf16, 12>};
-    static const Kernel int8{Operand::int8, 6, 4, run<Integers<Format::int8>::Tiled, 6>};
-    static const Kernel int4{Operand::int8, 6, 4, run<Integers<Format::int4>::Tiled, 6>};
-    return format == Format::bf16 ? &bf16 : format == Format::int8 ? &int8 : format == Format::int4 ? &int4 : nullptr;
+// Few rows wait for memory, which is read fastest as one stream: a panel at a time. With more rows, two panels share
+// the loading of the rows.
+const Kernel* avx512_kernel(Format format, int64_t rows) {
+    static const Kernel bf16{Operand::bf16, 4, 4, 1, run<Bf16, 1, 4>}, bf16_pairs{Operand::bf16, 12, 4, 2, run<Bf16, 2, 12>};
+    static const Kernel int8{Operand::int8, 8, 4, 1, run<Integers<Format::int8>::Tiled, 1, 8>};
+    static const Kernel int8_pairs{Operand::int8, 6, 4, 2, run<Integers<Format::int8>::Tiled, 2, 6>};
+    static const Kernel int4{Operand::int8, 8, 4, 1, run<Integers<Format::int4>::Tiled, 1, 8>};
+    static const Kernel int4_pairs{Operand::int8, 6, 4, 2, run<Integers<Format::int4>::Tiled, 2, 6>};
+    if (format == Format::bf16) return rows <= bf16.rows ? &bf16 : &bf16_pairs;
+    if (format == Format::int8) return rows <= int8.rows ? &int8 : &int8_pairs;
+    return format == Format::f32 ? nullptr : rows <= int4.rows ? &int4 : &int4_pairs;
 }
 
 }  // namespace meterhouse

@@ -94,19 +94,23 @@ struct Tile {
     int64_t inputs;  // padded
     float* result;
     int64_t result_stride;  // in floats
-    // What to bring into the caches meanwhile: with line l of panel p, the line at fetch + p * panel_bytes + l * step.
+    // What to bring into the caches meanwhile: with line l of panel p, the line at fetch + p * panel_bytes + l * step;
+    // from line `fetch_turn` on, that of the panels after those that the kernel reads abreast.
     const std::byte* fetch;
-    int64_t fetch_step;
+    int64_t fetch_step, fetch_turn;
 };
 
+template <int abreast>
 inline void fetch(const Tile& t, int64_t panel, int64_t line) {
-    __builtin_prefetch(t.fetch + panel * t.panel_bytes + line * t.fetch_step);
+    const int64_t on = abreast > 1 && line >= t.fetch_turn ? (abreast - 1) * t.panel_bytes : 0;
+    __builtin_prefetch(t.fetch + panel * t.panel_bytes + line * t.fetch_step + on);
 }
 
 struct Kernel {
     Operand operand;
-    int64_t rows;    // a tile's most rows
-    int64_t panels;  // a tile's most panels, even
+    int64_t rows;     // a tile's most rows
+    int64_t panels;   // a tile's most panels, even
+    int64_t abreast;  // how many of them it reads at once
     void (*run)(const Tile& tile);
 };
 

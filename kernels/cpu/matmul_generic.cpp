@@ -21,9 +21,9 @@ constexpr int kVectors = kPanel / kWidth;  // a panel's outputs in the machine's
 
 typedef float Native __attribute__((vector_size(kWidth * 4)));
 
-// result[row][0:16] (+)= x[row][0:inputs] . w[0:inputs][16]
+// result[row][0:16] (+)= x[row][0:inputs] . w[0:inputs][16]; with each line of w the one at `ahead` is fetched.
 template <int R>
-void accumulate(const float* w, const float* x, int64_t x_stride, int64_t inputs, bool first, float* result,
+void accumulate(const float* w, const std::byte* ahead, int64_t ahead_step, const float* x, int64_t x_stride, int64_t inputs, bool first, float* result,
                 int64_t result_stride) {
     Native total[R][kVectors];
     for (int r = 0; r < R; r++) {
@@ -32,6 +32,7 @@ void accumulate(const float* w, const float* x, int64_t x_stride, int64_t inputs
         }
     }
     for (int64_t k = 0; k < inputs; k++) {
+        __builtin_prefetch(ahead + k * ahead_step);
         Native column[kVectors];
         for (int v = 0; v < kVectors; v++) column[v] = load<Native>(w + k * kPanel + v * kWidth);
         for (int r = 0; r < R; r++) {
@@ -45,12 +46,12 @@ void accumulate(const float* w, const float* x, int64_t x_stride, int64_t inputs
 }
 
 template <int R>
-void accumulate_rows(int64_t rows, const float* w, const float* x, int64_t x_stride, int64_t inputs, bool first,
+void accumulate_rows(int64_t rows, const float* w, const std::byte* ahead, int64_t ahead_step, const float* x, int64_t x_stride, int64_t inputs, bool first,
                      float* result, int64_t result_stride) {
     for (; rows >= R; rows -= R, x += R * x_stride, result += R * result_stride) {
-        accumulate<R>(w, x, x_stride, inputs, first, result, result_stride);
+        accumulate<R>(w, ahead, ahead_step, x, x_stride, inputs, first, result, result_stride);
     }
-    if constexpr (R > 1) accumulate_rows<R / 2>(rows, w, x, x_stride, inputs, first, result, result_stride);
+    if constexpr (R > 1) accumulate_rows<R / 2>(rows, w, ahead, ahead_step, x, x_stride, inputs, first, result, result_stride);
 }
 
 inline Lanes scales(const std::byte* from) {
@@ -97,6 +98,7 @@ void widen_int4(const std::byte* panel, int64_t at, float* to) {
 void run_f32(const Tile& t) {
     for (int64_t p = 0; p < t.panels; p++) {
         accumulate_rows<kRows>(t.rows, reinterpret_cast<const float*>(t.weights + p * t.panel_bytes),
+                               t.fetch + p * t.panel_bytes, t.fetch_step,
                                reinterpret_cast<const float*>(t.operand), t.operand_bytes / 4, t.inputs, true,
                                t.result + p * kPanel, t.result_stride);
     }
@@ -105,11 +107,12 @@ void run_f32(const Tile& t) {
 template <Format format>
 void run_widened(const Tile& t) {
     alignas(64) float block[kBlock * kPanel];
+    const int64_t bytes = t.panel_bytes / t.inputs * t.fetch_step / 64;  // of the packed weight, for an input
     for (int64_t p = 0; p < t.panels; p++) {
         for (int64_t k = 0; k < t.inputs; k += kBlock) {
             const int64_t count = std::min(kBlock, t.inputs - k);
             widen_block(format, t.weights + p * t.panel_bytes, k, count, block);
-            accumulate_rows<kRows>(t.rows, block, reinterpret_cast<const float*>(t.operand) + k, t.operand_bytes / 4,
+            accumulate_rows<kRows>(t.rows, block, t.fetch + p * t.panel_bytes + k * bytes, bytes, reinterpret_cast<const float*>(t.operand) + k, t.operand_bytes / 4,
                                    count, k == 0, t.result + p * kPanel, t.result_stride);
         }
     }
@@ -124,10 +127,10 @@ void widen_block(Format format, const std::byte* panel, int64_t at, int64_t coun
 }
 
 const Kernel* generic_kernel(Format format, int64_t) {
-    static const Kernel kernels[] = {{Operand::f32, 64, 4, run_f32},
-                                     {Operand::f32, 64, 4, run_widened<Format::bf16>},
-                                     {Operand::f32, 64, 4, run_widened<Format::int8>},
-                                     {Operand::f32, 64, 4, run_widened<Format::int4>}};
+    static const Kernel kernels[] = {{Operand::f32, 64, 4, 1, run_f32},
+                                     {Operand::f32, 64, 4, 1, run_widened<Format::bf16>},
+                                     {Operand::f32, 64, 4, 1, run_widened<Format::int8>},
+                                     {Operand::f32, 64, 4, 1, run_widened<Format::int4>}};
     return &kernels[int(format)];
 }
 
