@@ -310,6 +310,7 @@ class FakeEngine:
             steps_total=steps,
             busy_us_total=self._busy_us,
             adapters_loaded=len(self._adapters),
+            adapters_resident=len(self._adapters),
             ended_compute_us_total=self._ended_us,
         )
 

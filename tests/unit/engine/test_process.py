@@ -211,6 +211,29 @@ async def test_an_adapter_whose_content_changed_does_not_serve_after_a_restart(m
     assert (await read(engine.submit(request(adapter=kept))))[-1].finish is Finish.LENGTH
 
 
+async def test_files_are_read_while_streams_run(make: Make, tmp_path: Path) -> None:
+    """The scripted runner opens a pipe, which nobody writes to as long as this test does not."""
+    engine = make(step_s=0.002)
+    await engine.start()
+    slow = write_adapter(tmp_path / "slow")
+    weights = tmp_path / "slow" / WEIGHTS_FILE
+    weights.unlink()
+    os.mkfifo(weights)
+    load = asyncio.create_task(engine.load_adapter(slow))
+    assert (await read(engine.submit(request(max_tokens=50))))[-1].finish is Finish.LENGTH
+    assert not load.done()
+    unload = asyncio.create_task(engine.unload_adapter(slow.id))  # whoever asked for it has gone away
+    load.cancel()
+    await asyncio.sleep(0)
+    await asyncio.to_thread(weights.write_bytes, b"w")
+    async with asyncio.timeout(20):
+        await unload
+    with pytest.raises(AdapterUnknown):
+        engine.submit(request(adapter=slow))
+    assert (await read(engine.submit(request("after"))))[-1].finish is Finish.LENGTH
+    assert (engine.stats.adapters_loaded, engine.stats.adapter_reads_total) == (0, 1)
+
+
 async def test_a_child_that_dies_at_a_step_loses_only_that_step(make: Make) -> None:
     engine = make(die_at=3)
     await engine.start()
