@@ -12,6 +12,7 @@ without, and to force them the library would tokenize all that is forced anew at
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
@@ -30,11 +31,12 @@ CREDIT_S = 0.1
 TOKEN_S = 0.002
 """CPU time that a choice's grammar may take from the step loop: once, and for each token. A usual one takes 20 µs."""
 
-WHITESPACE = r"( |\n[ \t]{0,32})"
+WHITESPACE = r"( |\n {0,16})"
 """Between JSON's marks: nothing, one space, or a line's end and an indentation. A small model left free writes blanks
 until its tokens are spent."""
 
 _UNENDING = "the grammar allows no token here"
+_NUMBERED = re.compile(r" \d+ \| ")
 _COSTLY = "the grammar takes too long to follow"
 
 
@@ -250,17 +252,29 @@ def _checked_grammar(text: str) -> str:
     if "::=" not in text:
         return text
     try:
-        return llguidance.grammar_from("gbnf", text)
+        return llguidance.grammar_from("gbnf", _ESCAPE.sub(_unescaped, text))
     except (ValueError, RecursionError) as error:
         raise GrammarRejected(reason_of(str(error))) from None
+
+
+_ESCAPE = re.compile(r"\\(?:\\|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
+_MEANING = {'"', "\\", "[", "]"}  # what has a meaning in GBNF's strings or classes, and an escape in both
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    r"""GBNF's \u00e9 as the character: the library turns it into an escape that it cannot read itself."""
+    code = int(match[0][2:], 16) if len(match[0]) > 2 else 0
+    if not 0x20 <= code <= 0x10FFFF or 0xD800 <= code < 0xE000 or code == 0x7F:
+        return match[0]
+    return "\\" + chr(code) if chr(code) in _MEANING else chr(code)
 
 
 def reason_of(text: str) -> str:
     """The library's message as one short sentence, without what only its authors can use."""
     lines: Iterable[str] = (line.strip() for line in text.replace("<non-verbose/>", "").splitlines())
-    message = " ".join(line for line in lines if line).split(" 1 | ")[0]  # before the numbered lines of the source
+    message = _NUMBERED.split(" ".join(line for line in lines if line))[0]  # without the lines of the source
     if not message or message.startswith("NoExtension"):
         return _UNENDING
     if "panic" in message or "recursion" in message:
-        return "the grammar is too large or nested too deeply"
+        return "the grammar is too large, nested too deeply, or names a special token"
     return message if len(message) <= 300 else message[:299] + "…"
