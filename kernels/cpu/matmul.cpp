@@ -11,7 +11,8 @@ constexpr int64_t kFewRows = 64;         // up to here each worker rounds the ro
 constexpr int64_t kOperandBytes = 384 << 10;  // with more rows, a piece's operand: it stays in the second-level cache
 constexpr int64_t kRowsOfRounding = 16;  // rows of a piece of the rounding's own region
 constexpr int64_t kPieceBytes = 40 << 10;  // weights of a piece when rows are few: microseconds of reading memory
-constexpr int64_t kAheadBytes = 12 << 10;  // what is fetched before it is read: hardware's own fetching ends at a page
+constexpr int64_t kFewPieces = 24;       // with fewer they are cut finer: threads wait for the last one
+constexpr int64_t kAheadBytes = 12 << 10;  // what is fetched before it is read: the hardware stops at a page
 
 int32_t allowed_forms = ~0;
 
@@ -120,15 +121,16 @@ void plan_job(Buffers& b, const Job& job) {
     const Kernel* kernel = choose(w.format, job.rows);
     Cut cut{&job, kernel, plan_operand(b, job, kernel->operand, padded_inputs(w.format, w.inputs)),
             panels_of(w.outputs, w.gated), panel_bytes(w.format, w.inputs), 0, 0, 0, b.pieces};
-    cut.panels_of_piece = kernel->panels;
+    const int64_t unit = std::max<int64_t>(kernel->abreast, w.gated ? 2 : 1);
     cut.rows_of_piece = job.rows;
-    if (job.rows > kFewRows) {
+    if (job.rows <= kFewRows) {
+        cut.panels_of_piece = divided_up(divided_up(kPieceBytes, cut.panel_bytes), unit) * unit;
+    } else {
         const int64_t most = std::max<int64_t>(48, kOperandBytes / b.operands[size_t(cut.operand)].row_bytes);
         const int64_t even = divided_up(job.rows, divided_up(job.rows, most));
         cut.rows_of_piece = divided_up(even, kernel->rows) * kernel->rows;
-    } else {
-        const int64_t wanted = std::max<int64_t>(1, kPieceBytes / cut.panel_bytes);
-        cut.panels_of_piece = divided_up(wanted, kernel->panels) * kernel->panels;
+        const int64_t pieces = divided_up(job.rows, cut.rows_of_piece) * divided_up(cut.panels, kernel->panels);
+        cut.panels_of_piece = pieces < kFewPieces ? unit : kernel->panels;
     }
     cut.panel_blocks = divided_up(cut.panels, cut.panels_of_piece);
     b.pieces += cut.panel_blocks * divided_up(job.rows, cut.rows_of_piece);
@@ -179,7 +181,8 @@ inline void store_some(float* to, Lanes v, int64_t count) {
 template <Epilogue epilogue>
 void finish_panel(const Job& job, int64_t first_row, int64_t rows, int64_t panel, const float* result, int64_t stride) {
     const Weight& w = *job.weight;
-    const PanelOutputs out = panel_outputs(panel, w.outputs, w.gated), up = panel_outputs(panel + 1, w.outputs, w.gated);
+    const PanelOutputs out = panel_outputs(panel, w.outputs, w.gated);
+    const PanelOutputs up = panel_outputs(panel + 1, w.outputs, w.gated);
     const auto sum = [&](int64_t row, PanelOutputs its, Lanes v) {
         if (job.bias) v += load_some(job.bias + its.first, its.valid);
         if (job.addend) v += load_some(job.addend + row * job.lda + its.first, its.valid);

@@ -35,7 +35,8 @@ struct Bf16 {
                     w[p] = (__m512bh)_mm512_load_si512(weights + p * t.panel_bytes + (pair + c) * 64);
                 }
                 UNROLLED for (int r = 0; r < R; r++) {
-                    const auto x = (__m512bh)_mm512_set1_epi32(load<int>(t.operand + r * t.operand_bytes + (pair + c) * 4));
+                    const std::byte* at = t.operand + r * t.operand_bytes + (pair + c) * 4;
+                    const auto x = (__m512bh)_mm512_set1_epi32(load<int>(at));
                     UNROLLED for (int p = 0; p < P; p++) total[c][r][p] = _mm512_dpbf16_ps(total[c][r][p], w[p], x);
                 }
             }
@@ -87,8 +88,7 @@ struct Integers {
                     scale[r] = scales + r * t.operand_bytes / int64_t(sizeof(GroupScale)) + group;
                     UNROLLED for (int p = 0; p < P; p++) sum[r][p] = _mm512_set1_epi32(kFour ? 0 : scale[r]->start);
                 }
-                const int64_t line = group / 2 * (block_bytes(format) / 64) + kScales / 64 + group % 2 * (kGroupBytes / 64);
-                dot_group(sum, q, t, group * kGroup, panel, line);
+                dot_group(sum, q, t, group * kGroup, panel, (q - weights) / 64);
                 UNROLLED for (int p = 0; p < P; p++) {
                     const std::byte* at = block + p * t.panel_bytes + group % 2 * 32;
                     const __m512 its = wide(at), least = kFour ? wide(at + 64) : __m512{};
@@ -100,7 +100,9 @@ struct Integers {
                 }
             }
             UNROLLED for (int r = 0; r < R; r++) {
-                UNROLLED for (int p = 0; p < P; p++) _mm512_store_ps(result + r * t.result_stride + p * kPanel, total[r][p]);
+                UNROLLED for (int p = 0; p < P; p++) {
+                    _mm512_store_ps(result + r * t.result_stride + p * kPanel, total[r][p]);
+                }
             }
         }
 
@@ -153,7 +155,8 @@ void run(const Tile& t) {
 // Few rows wait for memory, which is read fastest as one stream: a panel at a time. With more rows, two panels share
 // the loading of the rows.
 const Kernel* avx512_kernel(Format format, int64_t rows) {
-    static const Kernel bf16{Operand::bf16, 4, 4, 1, run<Bf16, 1, 4>}, bf16_pairs{Operand::bf16, 12, 4, 2, run<Bf16, 2, 12>};
+    static const Kernel bf16{Operand::bf16, 4, 4, 1, run<Bf16, 1, 4>};
+    static const Kernel bf16_pairs{Operand::bf16, 12, 4, 2, run<Bf16, 2, 12>};
     static const Kernel int8{Operand::int8, 8, 4, 1, run<Integers<Format::int8>::Tiled, 1, 8>};
     static const Kernel int8_pairs{Operand::int8, 6, 4, 2, run<Integers<Format::int8>::Tiled, 2, 6>};
     static const Kernel int4{Operand::int8, 8, 4, 1, run<Integers<Format::int4>::Tiled, 1, 8>};

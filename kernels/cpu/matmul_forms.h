@@ -119,7 +119,7 @@ const Kernel* generic_kernel(Format format, int64_t rows);
 const Kernel* avx512_kernel(Format format, int64_t rows);
 const Kernel* amx_kernel(Format format, int64_t rows);
 
-// Inputs [at, at + count) of a panel as [count][16] floats: `at` the first of a block of 64, `count` 64 or what is left.
+// Inputs [at, at + count) of a panel as [count][16] floats; `at` is the first of a block of 64.
 void widen_block(Format format, const std::byte* panel, int64_t at, int64_t count, float* to);
 
 // The forms in the order of preference; `use_forms` limits the choice to the bits set, for tests and for a form that

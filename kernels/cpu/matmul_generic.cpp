@@ -21,18 +21,37 @@ constexpr int kVectors = kPanel / kWidth;  // a panel's outputs in the machine's
 
 typedef float Native __attribute__((vector_size(kWidth * 4)));
 
-// result[row][0:16] (+)= x[row][0:inputs] . w[0:inputs][16]; with each line of w the one at `ahead` is fetched.
+// Some inputs of a panel as floats [inputs][16]. With each of their lines, the one at `ahead` is fetched.
+struct Columns {
+    const float* w;
+    int64_t inputs;
+    bool first;  // of the panel: sums begin at zero
+    const std::byte* ahead;
+    int64_t ahead_step;
+};
+
+// Rows of x [rows][inputs] and of their results [rows][16].
+struct Rows {
+    int64_t count;
+    const float* x;
+    int64_t x_stride;
+    float* result;
+    int64_t result_stride;
+};
+
 template <int R>
-void accumulate(const float* w, const std::byte* ahead, int64_t ahead_step, const float* x, int64_t x_stride, int64_t inputs, bool first, float* result,
-                int64_t result_stride) {
+void accumulate(const Columns& columns, const Rows& rows) {
     Native total[R][kVectors];
     for (int r = 0; r < R; r++) {
         for (int v = 0; v < kVectors; v++) {
-            total[r][v] = first ? Native{} : load<Native>(result + r * result_stride + v * kWidth);
+            const float* before = rows.result + r * rows.result_stride + v * kWidth;
+            total[r][v] = columns.first ? Native{} : load<Native>(before);
         }
     }
-    for (int64_t k = 0; k < inputs; k++) {
-        __builtin_prefetch(ahead + k * ahead_step);
+    const float *w = columns.w, *x = rows.x;
+    const int64_t x_stride = rows.x_stride;
+    for (int64_t k = 0; k < columns.inputs; k++) {
+        __builtin_prefetch(columns.ahead + k * columns.ahead_step);
         Native column[kVectors];
         for (int v = 0; v < kVectors; v++) column[v] = load<Native>(w + k * kPanel + v * kWidth);
         for (int r = 0; r < R; r++) {
@@ -41,17 +60,21 @@ void accumulate(const float* w, const std::byte* ahead, int64_t ahead_step, cons
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < kVectors; v++) store(result + r * result_stride + v * kWidth, total[r][v]);
+        for (int v = 0; v < kVectors; v++) store(rows.result + r * rows.result_stride + v * kWidth, total[r][v]);
     }
 }
 
 template <int R>
-void accumulate_rows(int64_t rows, const float* w, const std::byte* ahead, int64_t ahead_step, const float* x, int64_t x_stride, int64_t inputs, bool first,
-                     float* result, int64_t result_stride) {
-    for (; rows >= R; rows -= R, x += R * x_stride, result += R * result_stride) {
-        accumulate<R>(w, ahead, ahead_step, x, x_stride, inputs, first, result, result_stride);
+void accumulate_rows(const Columns& columns, Rows rows) {
+    for (; rows.count >= R; rows.count -= R, rows.x += R * rows.x_stride, rows.result += R * rows.result_stride) {
+        accumulate<R>(columns, rows);
     }
-    if constexpr (R > 1) accumulate_rows<R / 2>(rows, w, ahead, ahead_step, x, x_stride, inputs, first, result, result_stride);
+    if constexpr (R > 1) accumulate_rows<R / 2>(columns, rows);
+}
+
+inline Rows rows_of(const Tile& t, int64_t panel, int64_t from_input) {
+    return {t.rows, reinterpret_cast<const float*>(t.operand) + from_input, t.operand_bytes / 4,
+            t.result + panel * kPanel, t.result_stride};
 }
 
 inline Lanes scales(const std::byte* from) {
@@ -97,10 +120,9 @@ void widen_int4(const std::byte* panel, int64_t at, float* to) {
 
 void run_f32(const Tile& t) {
     for (int64_t p = 0; p < t.panels; p++) {
-        accumulate_rows<kRows>(t.rows, reinterpret_cast<const float*>(t.weights + p * t.panel_bytes),
-                               t.fetch + p * t.panel_bytes, t.fetch_step,
-                               reinterpret_cast<const float*>(t.operand), t.operand_bytes / 4, t.inputs, true,
-                               t.result + p * kPanel, t.result_stride);
+        const auto* w = reinterpret_cast<const float*>(t.weights + p * t.panel_bytes);
+        const std::byte* ahead = t.fetch + p * t.panel_bytes;
+        accumulate_rows<kRows>({w, t.inputs, true, ahead, t.fetch_step}, rows_of(t, p, 0));
     }
 }
 
@@ -112,8 +134,8 @@ void run_widened(const Tile& t) {
         for (int64_t k = 0; k < t.inputs; k += kBlock) {
             const int64_t count = std::min(kBlock, t.inputs - k);
             widen_block(format, t.weights + p * t.panel_bytes, k, count, block);
-            accumulate_rows<kRows>(t.rows, block, t.fetch + p * t.panel_bytes + k * bytes, bytes, reinterpret_cast<const float*>(t.operand) + k, t.operand_bytes / 4,
-                                   count, k == 0, t.result + p * kPanel, t.result_stride);
+            const std::byte* ahead = t.fetch + p * t.panel_bytes + k * bytes;
+            accumulate_rows<kRows>({block, count, k == 0, ahead, bytes}, rows_of(t, p, k));
         }
     }
 }

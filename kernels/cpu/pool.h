@@ -30,14 +30,16 @@ public:
 
     int threads() const { return threads_; }
 
-    // Calls f(piece, worker) once for every piece in [0, pieces), with worker in [0, threads()), and returns when all are
-    // done. Neighbouring pieces mostly come to one worker, in order. f must not throw and not call run. One caller at a
-    // time.
+    // Calls f(piece, worker) once for every piece in [0, pieces), with worker in [0, threads()), and returns when all
+    // are done. Neighbouring pieces mostly come to one worker, in order. f must not throw and not call run. One caller
+    // at a time.
     template <class F>
     void run(int64_t pieces, F&& f) {
         using Function = std::remove_reference_t<F>;
-        start(pieces, [](void* context, int64_t piece, int worker) { (*static_cast<Function*>(context))(piece, worker); },
-                    const_cast<void*>(static_cast<const void*>(&f)));
+        const Call call = [](void* context, int64_t piece, int worker) {
+            (*static_cast<Function*>(context))(piece, worker);
+        };
+        start(pieces, call, const_cast<void*>(static_cast<const void*>(&f)));
     }
 
 private:
