@@ -22,8 +22,8 @@ from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
 from metering import queries
 from metering.counts import HOUR_US, CountRow, hour_of
-from metering.errors import Rejected, StoreDamaged, StoreError, StoreUnavailable
-from metering.events import UsageEvent, content_hash, encode
+from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
+from metering.events import VERSION, UsageEvent, VersionError, content_hash, encode
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ class UsageStore:
     ) -> Iterator[UsageEvent]:
         """The events of [start, end) that stand, by time and id, equal to what was inserted.
 
-        A client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's.
+        A client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's, and
+        `StoreNewer` at one whose version this code does not know.
         """
         query = queries.events(tenant, start_us, end_us, settled_from_us, settled_to_us)
         with self._client() as client, client.query_row_block_stream(*query) as blocks:
@@ -286,7 +287,14 @@ _FIELDS = UsageEvent.__struct_fields__
 
 def _event(row: Sequence[Any]) -> UsageEvent:
     *values, digest = row
-    event = msgspec.convert(dict(zip(_FIELDS, values, strict=True)), UsageEvent)
-    if content_hash(event) != digest:
+    fields = dict(zip(_FIELDS, values, strict=True))
+    if fields["v"] > VERSION:
+        raise StoreNewer(f"event {fields['event_id']} was stored by a newer version of Meterhouse")
+    event = msgspec.convert(fields, UsageEvent)
+    try:
+        sound = content_hash(event) == digest
+    except VersionError:  # a column has something that the event's version does not have
+        sound = False
+    if not sound:
         raise StoreDamaged(f"event {event.event_id} is not what was inserted")
     return event

@@ -4,7 +4,8 @@ MeteringError
 ├── Rejected           the sink will never take (one of) these events as they are
 └── StoreError
     ├── StoreUnavailable   not reachable, overloaded or too slow now; what was sent may have been stored
-    └── StoreDamaged       what is stored is not what was inserted
+    ├── StoreDamaged       what is stored is not what was inserted
+    └── StoreNewer         what is stored was written by a newer version of Meterhouse
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class StoreUnavailable(StoreError):
 
 class StoreDamaged(StoreError):
     """What is stored is not what was inserted: an event's bytes do not have its hash."""
+
+
+class StoreNewer(StoreError):
+    """What is stored was written by a newer version of Meterhouse: read by this one it would not be the same."""

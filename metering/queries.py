@@ -52,6 +52,9 @@ EVENT_COLUMNS: dict[str, str] = {  # in the order of the UsageEvent's fields; `_
     "queue_us": "Int64",
     "ttft_us": "Int64",
     "duration_us": "Int64",
+    "compute_us": "Int64",
+    "kv_block_us": "Int64",
+    "preemptions": "Int64",
 }
 INSERT_COLUMNS: dict[str, str] = {**EVENT_COLUMNS, "content_hash": "String"}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from metering.disk import fsync
-from metering.events import decode
+from metering.events import VersionError, decode
 
 _SIDES = ("-wal", "-shm")
 _SINGLE_STEPS = 64  # past an unreadable row go on by ones, then by doubles: a page holds a few dozen rows
@@ -72,7 +72,7 @@ def _insert(db: sqlite3.Connection, digest: bytes, body: bytes, consumers: tuple
         return False
     try:
         event = decode(body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, VersionError):
         return False
     seq = db.execute(
         "INSERT OR IGNORE INTO settled (event_id, digest, body) VALUES (?, ?, ?) RETURNING seq",

@@ -56,6 +56,9 @@ class OpenedRecord(msgspec.Struct, frozen=True, kw_only=True):
         queue_us: int = 0,
         ttft_us: int = 0,
         duration_us: int = 0,
+        compute_us: int = 0,
+        kv_block_us: int = 0,
+        preemptions: int = 0,
     ) -> UsageEvent:
         """The request's settlement, from its cumulative counts. `gateway`: who settles it, if not who opened it."""
         total = Counts(*counts)
@@ -85,6 +88,9 @@ class OpenedRecord(msgspec.Struct, frozen=True, kw_only=True):
             queue_us=queue_us,
             ttft_us=ttft_us,
             duration_us=duration_us,
+            compute_us=compute_us,
+            kv_block_us=kv_block_us,
+            preemptions=preemptions,
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from metering.disk import database_damage, fsync
-from metering.events import UsageEvent, decode, encode
+from metering.events import UsageEvent, VersionError, decode, encode
 from metering.lock import FileLock
 from metering.salvage import adopt, salvage
 
@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS quarantine (     -- rows whose bytes are not what was
     body BLOB NOT NULL
 );
 """
-_VERSION = 1
+_VERSION = 2  # grows with the events': code that does not know their version must not open the file
 _BATCH = 4096  # settlements in one transaction: bounds the time to the first acknowledgement
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -501,6 +501,8 @@ def _checked(event_id: Any, digest: Any, body: Any) -> tuple[UsageEvent | None, 
         return None, "checksum mismatch"
     try:
         event = decode(body)
+    except VersionError as error:
+        return None, str(error)
     except msgspec.MsgspecError as error:
         return None, f"not an event: {error}"
     if event.event_id.encode() != event_id:  # read as bytes: a flipped one need not be UTF-8

@@ -12,8 +12,9 @@ import pytest
 
 from metering.clickhouse import UsageStore, client_options
 from metering.counts import HOUR_US, CountRow
-from metering.errors import Rejected, StoreDamaged, StoreError, StoreUnavailable
-from metering.events import Outcome, UsageEvent, content_hash, encode
+from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
+from metering.events import Outcome, UsageEvent, content_hash, decode, encode
+from tests import oldevents
 
 HOUR = 490_000 * HOUR_US  # 2025-11-24 16:00 UTC
 DAY_US = 24 * HOUR_US
@@ -80,6 +81,9 @@ def test_every_field_comes_back_to_the_same_bytes(store: UsageStore) -> None:
             queue_us=(1 << 63) - 1,
             ttft_us=-1,
             duration_us=-(1 << 63),
+            compute_us=(1 << 63) - 1,
+            kv_block_us=-(1 << 63),
+            preemptions=(1 << 53) + 1,
         ),
         make_event(3, ts_us=1, settled_us=0),
         make_event(4, ts_us=(1 << 32) * 1_000_000 - 1, settled_us=(1 << 63) - 1),
@@ -88,6 +92,39 @@ def test_every_field_comes_back_to_the_same_bytes(store: UsageStore) -> None:
     store.insert(events)
     expected = sorted(events, key=lambda e: (e.ts_us, e.event_id))
     assert [encode(e) for e in stored(store)] == [encode(e) for e in expected]
+
+
+def test_events_of_every_version_come_back_to_the_same_bytes(store: UsageStore) -> None:
+    old = [decode(body) for body in oldevents.EVENTS]
+    new = make_event(11, compute_us=1500, kv_block_us=64_000, preemptions=2)
+    for _ in range(2):
+        store.insert([*old, new])
+    expected = sorted([*old, new], key=lambda event: event.ts_us)
+    assert [encode(event) for event in stored(store)] == [encode(event) for event in expected]
+    assert {event.event_id: content_hash(event) for event in stored(store) if event.v == 1} == {
+        decode(body).event_id: digest for body, digest in oldevents.EVENTS.items()
+    }
+    assert store.conflicts_total == 0
+
+
+def test_an_event_that_differs_in_its_cost_alone_is_another_content(store: UsageStore) -> None:
+    store.insert([make_event(1, compute_us=1500)])
+    store.insert([make_event(1, compute_us=1501)])
+    assert stored(store) == [make_event(1, compute_us=1500)]
+    assert store.conflicts_total == 1
+
+
+def test_an_event_of_a_newer_version_is_told_as_such(store: UsageStore) -> None:
+    store.insert([make_event(0), make_event(1)])
+    client = raw_client(store)
+    client.command(
+        "ALTER TABLE usage_events UPDATE v = 3, outcome = 'tomorrow' "
+        f"WHERE event_id = '{make_event(1).event_id}' SETTINGS mutations_sync = 2"
+    )
+    client.close()
+    with pytest.raises(StoreNewer, match=f"{make_event(1).event_id} .*newer"):
+        stored(store)
+    assert list(store.events("acme", 0, 1 << 61)) == [make_event(0)]
 
 
 def test_a_replayed_reordered_half_replayed_batch_counts_once(store: UsageStore) -> None:
@@ -153,7 +190,9 @@ def test_what_the_table_cannot_hold_is_rejected_whole_and_buried_whole(store: Us
         make_event(1, prompt_tokens=1 << 63),
         make_event(1, ts_us=1 << 62),
         make_event(1, tenant=""),
-        make_event(1, v=1 << 16),
+        make_event(1, v=3),
+        make_event(1, v=1, compute_us=1),
+        make_event(1, compute_us=1 << 63),
         make_event(1, n=-1),
     ]
     for event in bad:
@@ -256,6 +295,16 @@ def test_a_row_that_was_changed_behind_our_back_is_not_billed(store: UsageStore)
     client.command("ALTER TABLE usage_events UPDATE completion_tokens = 99 WHERE 1 SETTINGS mutations_sync = 2")
     client.close()
     with pytest.raises(StoreDamaged, match=make_event(0).event_id):
+        stored(store)
+
+
+def test_a_cost_that_came_to_an_event_of_version_1_is_no_event_of_ours(store: UsageStore) -> None:
+    event = decode(oldevents.FULL)
+    store.insert([event])
+    client = raw_client(store)
+    client.command("ALTER TABLE usage_events UPDATE kv_block_us = 1 WHERE 1 SETTINGS mutations_sync = 2")
+    client.close()
+    with pytest.raises(StoreDamaged, match=event.event_id):  # the hash of version 1 does not cover the column
         stored(store)
 
 

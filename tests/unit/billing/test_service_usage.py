@@ -16,8 +16,9 @@ import pytest
 from billing import store
 from billing.errors import Conflict, InsufficientCredits, Invalid, LedgerUnavailable, NoPrice, NotFound
 from billing.service import Billing, Hold, Idempotency
-from billing.store import EventStore, Log
+from billing.store import EventStore, Log, NewEvent
 from metering.events import Outcome, UsageEvent, decode, encode
+from tests import oldevents
 
 MILLION = 10**6
 USD = 10**15  # femto-units
@@ -552,3 +553,67 @@ def test_requests_do_not_wait_while_the_log_is_read(house: Any, monkeypatch: pyt
     house.billing.record([house.event()])
     house.billing.grant_credit("acme", "1.00", "usd", "more")
     assert waited == [False, False]
+
+
+def test_events_of_version_1_are_charged_and_compared_by_their_own_hash(house: Any) -> None:
+    old = [decode(body) for body in oldevents.EVENTS]
+    house.billing.settle(old[0])
+    house.billing.record(old)
+    house.restart()
+    assert house.billing.rate_unrated() == 2  # they are older than the house's price
+    house.billing.record(old)
+    house.billing.settle(old[0])
+    rows = house.billing._store.read(limit=100)
+    assert {row.payload_hash for row in rows if row.key} >= set(oldevents.EVENTS.values())
+    rated = {
+        digest
+        for digest in oldevents.EVENTS.values()
+        for row in rows
+        if row.type == "usage.rated" and digest in row.payload
+    }
+    assert rated == set(oldevents.EVENTS.values())
+    assert house.billing.alarms() == {}
+    house.billing.record([msgspec.structs.replace(old[0], v=2)])
+    assert house.billing.alarms() == {"usage_conflict": 1}  # as another version it is another content
+
+
+def test_what_was_unrated_in_version_1_is_rated_by_the_hash_it_had(house: Any) -> None:
+    event = decode(oldevents.SMALL)
+    row = NewEvent(
+        stream="unrated",
+        type="usage.unrated",
+        payload=oldevents.UNRATED,
+        key=f"usage:{event.event_id}",
+        payload_hash=oldevents.SMALL_HASH,
+    )
+    with house.billing._store.exclusive() as log:
+        log.append([row], actor="ledger", time_us=house.clock())
+    house.billing.refresh()
+    assert [one.event_id for one in house.billing.unrated()] == [event.event_id]
+    assert house.billing.rate_unrated() == 1
+    house.billing.record([event])
+    assert house.billing.alarms() == {}
+    (rated,) = [row for row in house.billing._store.read(limit=100) if row.type == "usage.rated"]
+    assert f'"event_hash":"{oldevents.SMALL_HASH}"' in rated.payload
+
+
+def test_a_charge_does_not_depend_on_what_the_request_took(house: Any) -> None:
+    cheap = house.event(prompt=10, completion=5)
+    dear = msgspec.structs.replace(cheap, event_id="dear", compute_us=10**9, kv_block_us=-1, preemptions=7)
+    for event in (cheap, dear):
+        before = balance(house)[1]
+        house.billing.settle(event)
+        house.billing.record([event])
+        assert balance(house)[1] - before == 10 * quote(house).prompt + 5 * quote(house).completion
+    assert house.billing.alarms() == {}
+
+
+def test_an_event_of_a_newer_version_is_not_rated_by_code_that_does_not_know_it(house: Any) -> None:
+    newer = oldevents.UNRATED.replace('"v":1', '"v":3').replace('"user":""', '"user":"","tomorrow":1')
+    row = NewEvent(stream="unrated", type="usage.unrated", payload=newer, key="usage:newer")
+    with house.billing._store.exclusive() as log:
+        log.append([row], actor="ledger", time_us=house.clock())
+    house.billing.refresh()
+    assert house.billing.unrated_count() == 1
+    assert house.billing.rate_unrated() == 0
+    assert house.billing.unrated_count() == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from metering.events import Outcome, UsageEvent
+from metering.events import Outcome, UsageEvent, encode
 from metering.lock import Locked
 from metering.spool import Spool, SpoolClosed, SpoolConflict, SpoolError, SpoolFull
+from tests import oldevents
 
 BOTH = ("clickhouse", "ledger")
 
@@ -165,6 +167,63 @@ def test_a_truncated_body_is_quarantined(path: Path) -> None:
     assert spool.quarantined_total == 1
     assert spool.nbytes == 0
     spool.close()
+
+
+def put(path: Path, event_id: str, body: bytes) -> None:
+    """A row of a closed spool, as another version of the code would have written it."""
+    digest = hashlib.sha256(body).digest()
+    with sqlite3.connect(path) as db:
+        sql = "INSERT INTO settled (event_id, digest, body) VALUES (?, ?, ?) RETURNING seq"
+        (seq,) = db.execute(sql, (event_id, digest, body)).fetchone()
+        db.execute("INSERT INTO known VALUES (?, ?)", (event_id, digest))
+        db.executemany("INSERT INTO delivery VALUES (?, ?, 1)", [(consumer, seq) for consumer in BOTH])
+    db.close()
+
+
+def test_a_spool_of_version_1_hands_out_what_was_settled_to_the_byte(path: Path) -> None:
+    Spool(path).close()
+    for number, body in enumerate(oldevents.EVENTS, 1):
+        put(path, f"0190aaaa-0000-7000-8000-{number:012d}", body)
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    spool = Spool(path)
+    for consumer in BOTH:
+        assert [encode(event) for event in spool.pending(consumer, 9)] == list(oldevents.EVENTS)
+    for event in spool.pending("ledger", 9):
+        spool.settle(event).result()  # the same: no conflict
+    spool.settle(make_event(1)).result()
+    assert [event.v for event in spool.pending("clickhouse", 9)] == [1, 1, 2]
+    assert (spool.conflicts_total, spool.quarantined_total) == (0, 0)
+    spool.close()
+
+
+def test_an_event_of_a_newer_version_is_quarantined_whole(path: Path) -> None:
+    spool = Spool(path)
+    spool.settle(make_event(1)).result()
+    spool.close()
+    newer = encode(make_event(2)).replace(b'"v":2', b'"v":3')[:-1] + b',"tomorrow":"x"}'
+    put(path, "id-00002", newer)
+    spool = Spool(path)
+    for consumer in BOTH:
+        assert spool.pending(consumer, 9) == [make_event(1)]
+    assert spool.quarantined_total == 1
+    assert spool.knows("id-00002")
+    spool.close()
+    with sqlite3.connect(path) as db:
+        ((reason, body),) = db.execute("SELECT reason, body FROM quarantine").fetchall()
+    db.close()
+    assert reason == "an event of version 3: this version of Meterhouse knows 1 to 2"
+    assert body == newer
+
+
+def test_a_spool_of_a_newer_version_is_not_opened(path: Path) -> None:
+    Spool(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 3")
+    db.close()
+    with pytest.raises(SpoolError, match=r"newer version \(format 3\)"):
+        Spool(path)
 
 
 class SmallDisk(Spool):

@@ -5,10 +5,12 @@ import threading
 from pathlib import Path
 
 import clickhouse_connect
+import msgspec
 import pytest
 import sqlalchemy
 
-from metering.clickhouse import client_options
+from metering.clickhouse import UsageStore, client_options
+from metering.events import content_hash, decode, encode
 from metering.queries import CONFLICTS, DEAD_LETTERS, EVENT_COLUMNS, EVENTS, INSERT_COLUMNS
 from migrations.runner import (
     CLICKHOUSE_FOLDER,
@@ -18,6 +20,7 @@ from migrations.runner import (
     migrate_ledger,
     read_folder,
 )
+from tests import oldevents
 
 # -- ClickHouse ----------------------------------------------------------------------------------
 
@@ -56,21 +59,21 @@ def test_an_empty_store_gets_every_table_and_a_second_run_does_nothing(url: str)
 
 
 def test_a_run_that_was_killed_in_the_middle_is_finished_by_the_next(url: str, folder: Path) -> None:
-    (folder / "0002_more.sql").write_text(
+    (folder / "0003_more.sql").write_text(
         "CREATE TABLE IF NOT EXISTS half (a Int8) ENGINE = MergeTree ORDER BY a;\nSELECT throwIf(1);\n"
     )
     with pytest.raises(MigrationError, match="throwIf"):
         migrate_clickhouse(url, folder)
-    (folder / "0002_more.sql").write_text(
+    (folder / "0003_more.sql").write_text(
         "CREATE TABLE IF NOT EXISTS half (a Int8) ENGINE = MergeTree ORDER BY a; \n"
         "-- the rest; of it\nCREATE TABLE IF NOT EXISTS whole (a Int8) ENGINE = MergeTree ORDER BY a"
     )
-    assert migrate_clickhouse(url, folder) == ["0002_more"]
+    assert migrate_clickhouse(url, folder) == ["0003_more"]
     assert query(url, "SELECT count() FROM whole") == [(0,)]
 
 
 def test_an_edited_old_file_and_a_newer_store_are_refused(url: str, folder: Path) -> None:
-    (folder / "0002_more.sql").write_text("SELECT 1;\n")
+    (folder / "0003_more.sql").write_text("SELECT 1;\n")
     migrate_clickhouse(url, folder)
     with pytest.raises(MigrationError, match="newer"):
         migrate_clickhouse(url)
@@ -95,10 +98,38 @@ def test_two_at_once(server_url: str) -> None:
     for thread in threads:
         thread.join()
     assert faults == []
-    assert query(server_url, "SELECT number FROM schema_migrations FINAL") == [(1,)]
+    assert query(server_url, "SELECT number FROM schema_migrations FINAL ORDER BY number") == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("name", ["0003_gap.sql", "0001_double.sql", "second.sql", "02_short.sql"])
+def test_events_of_a_store_of_version_1_are_the_same_after_the_second_migration(url: str, folder: Path) -> None:
+    costs = folder / "0002_usage_costs.sql"
+    text = costs.read_text()
+    costs.unlink()
+    migrate_clickhouse(url, folder)
+    columns = [name for name in INSERT_COLUMNS if name not in ("compute_us", "kv_block_us", "preemptions")]
+    old = [decode(body) for body in oldevents.EVENTS]
+    client = clickhouse_connect.get_client(**client_options(url))
+    client.insert(
+        EVENTS,
+        [(*msgspec.structs.astuple(event)[: len(columns) - 1], content_hash(event)) for event in old],
+        column_names=columns,
+        column_type_names=[INSERT_COLUMNS[name] for name in columns],
+    )
+    client.close()
+    costs.write_text(text)
+    assert migrate_clickhouse(url) == ["0002_usage_costs"]
+    store = UsageStore(url)
+    try:
+        by_time = sorted(oldevents.EVENTS, key=lambda body: decode(body).ts_us)
+        assert [encode(event) for event in store.events(None, 0, 1 << 61)] == by_time
+        store.insert(old)  # a replay over the border is a replay
+        assert [encode(event) for event in store.events(None, 0, 1 << 61)] == by_time
+        assert (store.conflicts_total, store.conflicts(0, 1 << 61)) == (0, [])
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["0004_gap.sql", "0001_double.sql", "second.sql", "02_short.sql"])
 def test_files_are_numbered_without_a_gap(folder: Path, name: str) -> None:
     (folder / name).write_text("SELECT 1;")
     with pytest.raises(MigrationError):
