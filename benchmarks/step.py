@@ -30,7 +30,8 @@ from engine.runner import usable_cores
 from engine.weights import load_weights, resolve_model
 from kernels.dispatch import operations
 from kernels.native import build, default_cache_dir, load
-from kernels.native_step import PARTS, NativePool
+from kernels.native_matmul import Pool
+from kernels.native_step import PARTS
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (256, 1024, 4096)
@@ -103,7 +104,7 @@ def main() -> None:
     store = WeightStore(model, load_weights(folder), device=CPU, dtype=dtype)
     step = NativeLlama(
         store,
-        NativePool(load(build(default_cache_dir())), usable_cores()),
+        Pool(load(build(default_cache_dir())), usable_cores()),
         dtype=dtype,
         quantization=arguments.quantization,
     )
@@ -117,9 +118,7 @@ def main() -> None:
             if reference is not None:
                 row.append(f"{1e3 * reference.time(batch, blocks):.2f}")
             row += measure(step, model, batch, blocks, dtype)
-            read = (
-                step.weight_bytes + blocks * BLOCK * model.layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
-            )
+            read = step.weight_bytes + blocks * block_bytes(model, BLOCK, dtype)
             print("| " + " | ".join([*row, f"{1e3 * read / speed:.2f}"]) + " |", flush=True)
 
 

@@ -6,6 +6,7 @@ sequence holds which block (`engine.blocks`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.types import EngineConfig, EngineUnavailable
-from kernels.native_step import advise_huge_pages
+from kernels.memory import zeroed_bytes
 
 
 class KvCache:
@@ -41,11 +42,12 @@ class KvCache:
             else (model.layers, blocks, block_size, 2 * model.kv_heads, model.head_dim)
         )
         try:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:  # out of memory: torch has a class for it on a GPU only
+            if device.type == "cpu":
+                self.tensor = zeroed_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            else:
+                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except (MemoryError, RuntimeError) as error:  # torch's class for it is a GPU's only
             raise EngineUnavailable(f"no memory for a KV cache of {blocks} blocks of {block_size} tokens") from error
-        if device.type == "cpu":
-            advise_huge_pages(self.tensor)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Blocks that begin a new life: numbers of their last owner, not finite perhaps, reach nobody."""

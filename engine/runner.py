@@ -36,7 +36,7 @@ from engine.types import (
 from engine.weights import load_weights
 from kernels.dispatch import operations
 from kernels.native import NativeError, build, default_cache_dir, load
-from kernels.native_step import NativePool
+from kernels.native_matmul import Pool
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Runner:
             if library is None:
                 self._model = Llama(store, operations=forms, device=self._device)
             else:
-                pool = NativePool(library, config.threads or usable_cores())
+                pool = Pool(library, config.threads or usable_cores())
                 self._model = NativeLlama(store, pool, dtype=self._dtype, quantization=config.quantization)
         except WeightsError as error:
             raise EngineUnavailable(str(error)) from error
@@ -152,9 +152,10 @@ class Runner:
             targets=adapter.targets,
             nbytes=sum(a.nbytes + b.nbytes for a, b in adapter.weights.values()),
         )
-        if isinstance(self._model, NativeLlama):
-            adapter = self._model.pack_adapter(adapter)
-        return HostAdapter(info, adapter)
+        if not isinstance(self._model, NativeLlama):
+            return HostAdapter(info, adapter, info.nbytes)
+        packed = self._model.pack_adapter(adapter)
+        return HostAdapter(info, packed, packed.packed.nbytes)
 
     @torch.inference_mode()
     def place_adapter(self, adapter_id: str, adapter: HostAdapter) -> None:
@@ -252,4 +253,4 @@ def _native(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     reason = unsupported(model, dtype=dtype, block_size=config.block_size)
     if reason is not None:
         raise NativeError(reason)
-    return load(build(default_cache_dir()))
+    return load(build(Path(config.cache_dir) if config.cache_dir else default_cache_dir()))

@@ -6,9 +6,7 @@ not know: a model; a whole step is one native call of its own.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_int64, c_void_p
@@ -17,7 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-_LARGE_PAGE = 2 << 20
+from kernels.memory import Arena
 
 
 class Format(IntEnum):
@@ -107,27 +105,6 @@ class Pool:
 def _destroy(library: ctypes.CDLL, pool: int, scratch: int) -> None:
     library.meterhouse_scratch_destroy(scratch)
     library.meterhouse_pool_destroy(pool)
-
-
-class Arena:
-    """Memory for many packed weights, in large pages where the system has them: they are read at up to 1.6 times the
-    speed. It lives as long as a weight in it."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, max(1, size_bytes) + 2 * _LARGE_PAGE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._used = -self._bytes.data_ptr() % _LARGE_PAGE
-
-    def take(self, size_bytes: int) -> Tensor:
-        """The next `size_bytes`, aligned to a cache line. `MemoryError` when there is less left."""
-        if self._used + size_bytes > len(self._bytes):
-            raise MemoryError(f"the arena has no {size_bytes} bytes left")
-        taken = self._bytes[self._used : self._used + size_bytes]
-        self._used += -(-size_bytes // 64) * 64
-        return taken
 
 
 def packed_bytes(library: ctypes.CDLL, format: Format, outputs: int, inputs: int, *, gated: bool = False) -> int:

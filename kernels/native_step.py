@@ -10,17 +10,16 @@ four formats, and their plain form is not kept here.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from array import array
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass, field
 
 import torch
 
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-"""The formats of packed weights; `Format` in cpu/matmul.h."""
+from kernels.memory import Arena
+from kernels.native_matmul import CWeight, Format, Packed, Pool
 
 PARTS = ("gemm", "lora", "attention", "head", "other")
 """What `NativeStep.part_ns` tells apart; `Part` in cpu/plan.h."""
@@ -28,18 +27,6 @@ PARTS = ("gemm", "lora", "attention", "head", "other")
 PROJECTIONS = 7
 LANES = 16
 HEAD_DIM_MAX = 512
-_ALIGNMENT = 64
-_HUGE_PAGE = 2 << 20
-
-
-class _Weight(Structure):
-    _fields_ = [
-        ("format", c_int32),
-        ("gated", c_int32),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("data", c_void_p),
-    ]
 
 
 _WEIGHTS = ("qkv", "o", "gate_up", "down")
@@ -48,7 +35,7 @@ _VECTORS = (*(f"{name}_bias" for name in _WEIGHTS), "input_norm", "post_norm", "
 
 class _Layer(Structure):
     _fields_ = [
-        *((name, _Weight) for name in _WEIGHTS),
+        *((name, CWeight) for name in _WEIGHTS),
         *((name, c_void_p) for name in _VECTORS),
         ("window", c_int64),
         ("rope", c_int64),
@@ -67,13 +54,13 @@ class _Plan(Structure):
         ("frequencies", c_void_p),
         ("embedding", c_void_p),
         ("norm", c_void_p),
-        ("head", _Weight),
+        ("head", CWeight),
         ("layer", POINTER(_Layer)),
     ]
 
 
 class _LoraPair(Structure):
-    _fields_ = [("shrink", _Weight), ("expand", _Weight)]
+    _fields_ = [("shrink", CWeight), ("expand", CWeight)]
 
 
 class _Segment(Structure):
@@ -97,63 +84,14 @@ class _StepInput(Structure):
     ]
 
 
-class NativePool:
-    """The threads of a step. `threads` counts the caller's."""
-
-    def __init__(self, library: ctypes.CDLL, threads: int, *, spin_us: int = 40) -> None:
-        self.library = library
-        create = library.meterhouse_pool_create
-        create.restype = c_void_p
-        self.handle = c_void_p(create(c_int32(threads), c_int32(spin_us)))
-        self._end = weakref.finalize(self, library.meterhouse_pool_destroy, self.handle)
-
-    def pack(self, weight: torch.Tensor, dtype: str, *, gated: bool = False) -> PackedWeight:
-        """`weight` [outputs, inputs], float32 or bfloat16, packed in a format of `FORMATS`.
-
-        `gated`: its first half are gates of the second, which swiglu joins.
-        """
-        outputs, inputs = weight.shape
-        library = self.library
-        size = library.meterhouse_packed_bytes
-        size.restype = c_int64
-        arguments = (c_int64(outputs), c_int64(inputs))
-        memory = aligned_bytes(size(c_int32(FORMATS[dtype]), *arguments, c_int32(gated)))
-        source = weight.detach().contiguous()
-        library.meterhouse_pack(
-            self.handle,
-            c_int32(FORMATS[dtype]),
-            c_int32(gated),
-            c_void_p(source.data_ptr()),
-            c_int32(source.itemsize * 8),
-            c_int64(inputs),
-            *arguments,
-            c_void_p(memory.data_ptr()),
-        )
-        return PackedWeight(dtype, gated, outputs, inputs, memory)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight as `meterhouse_pack` left it."""
-
-    dtype: str
-    gated: bool
-    outputs: int
-    inputs: int
-    memory: torch.Tensor
-
-    def native(self) -> _Weight:
-        return _Weight(FORMATS[self.dtype], self.gated, self.outputs, self.inputs, self.memory.data_ptr())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
     """One layer's weights; vectors are float32."""
 
-    qkv: PackedWeight
-    o: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    qkv: Packed
+    o: Packed
+    gate_up: Packed
+    down: Packed
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     query_norm: torch.Tensor | None = None
@@ -181,7 +119,7 @@ class NativePlan:
     frequencies: torch.Tensor
     embedding: torch.Tensor  # [vocab, hidden], float32 or bfloat16
     norm: torch.Tensor
-    head: PackedWeight
+    head: Packed
     layers: list[NativeLayer]
     kv_dtype: torch.dtype  # float32 or bfloat16
 
@@ -191,18 +129,20 @@ class NativeAdapter:
 
     def __init__(
         self,
-        pool: NativePool,
+        pool: Pool,
         layers: int,
         pairs: Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
-        dtype: str,
+        format: Format,
     ) -> None:
-        self._packed: list[PackedWeight] = []
+        self._packed: list[Packed] = []
+        arena = Arena()
         self._pairs = (_LoraPair * (layers * PROJECTIONS))()
         for (layer, projection), (a, b) in pairs.items():
-            shrink, expand = pool.pack(a, dtype), pool.pack(b, dtype)
+            shrink, expand = (Packed(pool, matrix, format, arena=arena) for matrix in (a, b))
             self._packed += shrink, expand
-            self._pairs[layer * PROJECTIONS + projection] = _LoraPair(shrink.native(), expand.native())
+            self._pairs[layer * PROJECTIONS + projection] = _LoraPair(shrink.struct, expand.struct)
         self.address = ctypes.addressof(self._pairs)
+        self.nbytes = sum(weight.data.nbytes for weight in self._packed)
 
 
 @dataclass(slots=True)
@@ -219,7 +159,7 @@ class NativeBatch:
 class NativeStep:
     """Computes steps of one model. Not thread-safe."""
 
-    def __init__(self, pool: NativePool, plan: NativePlan, *, block_size: int, blocks: int) -> None:
+    def __init__(self, pool: Pool, plan: NativePlan, *, block_size: int, blocks: int) -> None:
         """Raises `MemoryError`."""
         self._pool = pool
         self._plan = plan  # keeps the weights alive
@@ -242,13 +182,13 @@ class NativeStep:
             frequencies=self._vector(plan.frequencies),
             embedding=plan.embedding.data_ptr(),
             norm=self._vector(plan.norm),
-            head=plan.head.native(),
+            head=plan.head.struct,
             layer=self._layers,
         )
         library = pool.library
         create = library.meterhouse_step_create
         create.restype = c_void_p
-        self._handle = c_void_p(create(byref(self._native), pool.handle))
+        self._handle = c_void_p(create(byref(self._native), c_void_p(pool.pool)))
         if not self._handle:
             raise MemoryError("no memory for a step")
         self._run = library.meterhouse_step_run
@@ -285,7 +225,7 @@ class NativeStep:
             raise MemoryError("no memory for a step of so many tokens")
 
     def _layer(self, layer: NativeLayer) -> _Layer:
-        weights = {name: getattr(layer, name).native() for name in _WEIGHTS}
+        weights = {name: getattr(layer, name).struct for name in _WEIGHTS}
         vectors = {name: self._vector(getattr(layer, name)) for name in _VECTORS}
         return _Layer(**weights, **vectors, window=layer.window or 0, rope=layer.rope)
 
@@ -295,25 +235,3 @@ class NativeStep:
             return None
         self._vectors.append(vector.to(torch.float32).contiguous())
         return self._vectors[-1].data_ptr()
-
-
-def aligned_bytes(size: int) -> torch.Tensor:
-    """[size] uint8 aligned for vectors; what is large lies in huge pages where the system has them."""
-    large = size >= _HUGE_PAGE
-    alignment = _HUGE_PAGE if large else _ALIGNMENT
-    whole = torch.empty(size + alignment, dtype=torch.uint8)
-    part = whole[-whole.data_ptr() % alignment :][:size]
-    if large:
-        advise_huge_pages(part)
-    return part
-
-
-def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages for memory not touched yet: blocks lie anywhere in it, and each miss of the TLB is dear."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    length = (tensor.data_ptr() + tensor.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
-    if length > 0:
-        advise = ctypes.CDLL(None).madvise
-        advise(c_void_p(first), ctypes.c_size_t(length), c_int32(mmap.MADV_HUGEPAGE))

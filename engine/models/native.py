@@ -17,6 +17,8 @@ from engine.models.batch import Batch
 from engine.models.config import LayerPlan, ModelConfig
 from engine.models.store import WeightStore
 from engine.types import AdapterUnknown
+from kernels.memory import Arena
+from kernels.native_matmul import Format, Packed, Pool
 from kernels.native_step import (
     HEAD_DIM_MAX,
     LANES,
@@ -24,7 +26,6 @@ from kernels.native_step import (
     NativeBatch,
     NativeLayer,
     NativePlan,
-    NativePool,
     NativeStep,
 )
 
@@ -43,12 +44,12 @@ def unsupported(config: ModelConfig, *, dtype: torch.dtype, block_size: int) -> 
 class NativeLlama:
     """A model in the native library, in float32 or bfloat16, or with weights of 8 or 4 bits."""
 
-    def __init__(self, store: WeightStore, pool: NativePool, *, dtype: torch.dtype, quantization: str) -> None:
+    def __init__(self, store: WeightStore, pool: Pool, *, dtype: torch.dtype, quantization: str) -> None:
         """Pack the weights out of the store. `quantization`: none, int8 or int4."""
         self.config = store.config
         self._pool = pool
-        self._plain = str(dtype).removeprefix("torch.")
-        self._format = self._plain if quantization == "none" else quantization
+        self._plain = Format.f32 if dtype is torch.float32 else Format.bf16
+        self._format = self._plain if quantization == "none" else Format[quantization]
         self._dtype = dtype
         self._plan = self._make_plan(store)
         self._adapters: dict[str, NativeAdapter] = {}
@@ -56,7 +57,9 @@ class NativeLlama:
         self._step: NativeStep | None = None
 
     def _make_plan(self, store: WeightStore) -> NativePlan:
-        config, pool = self.config, self._pool
+        """Packed in the order of the computation, so that they are read as one stream."""
+        config, arena = self.config, Arena()
+        layers = [self._layer(store, index, plan, arena) for index, plan in enumerate(config.plan)]
         embedding = store.take("model.embed_tokens.weight")
         head = embedding if config.tie else store.take("lm_head.weight")
         return NativePlan(
@@ -71,19 +74,23 @@ class NativeLlama:
             frequencies=frequencies(config.rope, config.head_dim),
             embedding=embedding,
             norm=store.take("model.norm.weight"),
-            head=pool.pack(head, self._format),
-            layers=[self._layer(store, index, plan) for index, plan in enumerate(config.plan)],
+            head=Packed(self._pool, head, self._format, arena=arena),
+            layers=layers,
             kv_dtype=self._dtype,
         )
 
-    def _layer(self, store: WeightStore, index: int, plan: LayerPlan) -> NativeLayer:
-        prefix, pool = f"model.layers.{index}.", self._pool
+    def _layer(self, store: WeightStore, index: int, plan: LayerPlan, arena: Arena) -> NativeLayer:
+        prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+
+        def pack(name: str, *, gated: bool = False) -> Packed:
+            return Packed(self._pool, store.take(f"{name}.weight"), self._format, gated=gated, arena=arena)
+
         return NativeLayer(
-            qkv=pool.pack(store.take(f"{attention}qkv_proj.weight"), self._format),
-            o=pool.pack(store.take(f"{attention}o_proj.weight"), self._format),
-            gate_up=pool.pack(store.take(f"{mlp}gate_up_proj.weight"), self._format, gated=True),
-            down=pool.pack(store.take(f"{mlp}down_proj.weight"), self._format),
+            qkv=pack(f"{attention}qkv_proj"),
+            o=pack(f"{attention}o_proj"),
+            gate_up=pack(f"{mlp}gate_up_proj", gated=True),
+            down=pack(f"{mlp}down_proj"),
             input_norm=store.take(f"{prefix}input_layernorm.weight"),
             post_norm=store.take(f"{prefix}post_attention_layernorm.weight"),
             query_norm=store.take_optional(f"{attention}q_norm.weight"),
@@ -100,9 +107,9 @@ class NativeLlama:
     def weight_bytes(self) -> int:
         """What a step reads of the base model's weights."""
         layers = [
-            w.memory.nbytes for layer in self._plan.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            w.data.nbytes for layer in self._plan.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
-        return sum(layers) + self._plan.head.memory.nbytes
+        return sum(layers) + self._plan.head.data.nbytes
 
     @property
     def part_ns(self) -> array[int] | None:
@@ -160,7 +167,7 @@ class NativeLlama:
 
     def pack_adapter(self, adapter: Adapter) -> Adapter:
         """The adapter in packed form and no other. Takes no thread of the steps: they may go on meanwhile."""
-        packed = self._packed(adapter, NativePool(self._pool.library, 1))
+        packed = self._packed(adapter, Pool(self._pool.library, 1))
         return replace(adapter, weights={}, packed=packed)
 
     def adapter_entered(self, adapter_id: str, adapter: Adapter) -> None:
@@ -169,6 +176,6 @@ class NativeLlama:
     def adapter_left(self, adapter_id: str) -> None:
         del self._adapters[adapter_id]
 
-    def _packed(self, adapter: Adapter, pool: NativePool) -> NativeAdapter:
+    def _packed(self, adapter: Adapter, pool: Pool) -> NativeAdapter:
         pairs = {(layer, PROJECTIONS.index(projection)): pair for (layer, projection), pair in adapter.weights.items()}
         return NativeAdapter(pool, self.config.layers, pairs, self._plain)

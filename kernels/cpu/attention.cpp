@@ -32,16 +32,22 @@ void grow(std::vector<float>& buffer, int64_t size) {
 
 // ---- the two products, for a few queries at once ----
 
-// scores[q][16 g + lane] = query q . key of token `lane` of group g. `ahead` is what will be read next.
+// Keys and values of sixteen tokens: `keys` by rows `stride` words apart, `values` one line of the cache after the other.
+struct Group {
+    const uint32_t* keys;
+    const uint32_t* values;
+};
+
+// scores[q][16 g + lane] = query q . key of token `lane` of group g. Meanwhile the keys that are read later come nearer.
 template <class E, int Q, int G>
-inline void score(const uint32_t* const* keys, const uint32_t* const* ahead, int64_t stride, int64_t steps,
-                  const uint32_t* queries, int64_t ldq, float* scores, int64_t lds) {
+inline void score(const Group* groups, const Group* ahead, int64_t stride, int64_t steps, const uint32_t* queries,
+                  int64_t ldq, float* scores, int64_t lds) {
     Lanes total[Q][G] = {};
     for (int64_t step = 0; step < steps; step++) {
         Words key[G];
         for (int g = 0; g < G; g++) {
-            key[g] = load<Words>(keys[g] + step * stride);
-            if (ahead != nullptr) __builtin_prefetch(ahead[g] + step * stride);
+            key[g] = load<Words>(groups[g].keys + step * stride);
+            if (ahead != nullptr) __builtin_prefetch(ahead[g].keys + step * stride);
         }
         for (int q = 0; q < Q; q++) {
             const Words word = splat(queries[q * ldq + step]);
@@ -53,16 +59,16 @@ inline void score(const uint32_t* const* keys, const uint32_t* const* ahead, int
 }
 
 template <class E, int G>
-void score_groups(const uint32_t* const* keys, const uint32_t* const* ahead, int64_t stride, int64_t steps,
-                  const uint32_t* queries, int64_t ldq, int64_t count, float* scores, int64_t lds) {
+void score_all(const Group* groups, const Group* ahead, int64_t stride, int64_t steps, const uint32_t* queries,
+               int64_t ldq, int64_t count, float* scores, int64_t lds) {
     for (int64_t q = 0; q < count; q += kQueries) {
         const uint32_t* from = queries + q * ldq;
         float* to = scores + q * lds;
         switch (std::min<int64_t>(kQueries, count - q)) {
-            case 1: score<E, 1, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
-            case 2: score<E, 2, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
-            case 3: score<E, 3, G>(keys, ahead, stride, steps, from, ldq, to, lds); break;
-            default: score<E, 4, G>(keys, ahead, stride, steps, from, ldq, to, lds);
+            case 1: score<E, 1, G>(groups, ahead, stride, steps, from, ldq, to, lds); break;
+            case 2: score<E, 2, G>(groups, ahead, stride, steps, from, ldq, to, lds); break;
+            case 3: score<E, 3, G>(groups, ahead, stride, steps, from, ldq, to, lds); break;
+            default: score<E, 4, G>(groups, ahead, stride, steps, from, ldq, to, lds);
         }
         ahead = nullptr;
     }
@@ -70,18 +76,22 @@ void score_groups(const uint32_t* const* keys, const uint32_t* const* ahead, int
 
 // mixed[q][16 c + lane] += sum over tokens of weight of the token . its value's dimension `lane` of column c.
 template <class E, int Q, int C>
-inline void mix(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
-                float* mixed, int64_t ldm) {
+inline void mix(const Group* groups, const Group* ahead, int64_t count, int64_t first_column, int64_t head_dim,
+                const uint32_t* weights, int64_t ldw, float* mixed, int64_t ldm) {
     constexpr int64_t kSteps = kLanes / E::kPack;
     Lanes total[Q][C];
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) total[q][c] = load<Lanes>(mixed + q * ldm + c * kLanes);
-    for (int64_t group = 0; group < groups; group++) {
-        const uint32_t* value = values[group];
+    for (int64_t group = 0; group < count; group++) {
+        const uint32_t* value = groups[group].values + first_column;
         const uint32_t* weight = weights + group * kSteps;
         for (int64_t step = 0; step < kSteps; step++) {
             Words column[C];
-            for (int c = 0; c < C; c++) column[c] = load<Words>(value + step * head_dim + c * kLanes);
+            for (int c = 0; c < C; c++) {
+                const int64_t place = step * head_dim + c * kLanes;
+                column[c] = load<Words>(value + place);
+                if (ahead != nullptr) __builtin_prefetch(ahead[group].values + first_column + place);
+            }
             for (int q = 0; q < Q; q++) {
                 const Words word = splat(weight[q * ldw + step]);
                 for (int c = 0; c < C; c++) total[q][c] = E::dot(total[q][c], column[c], word);
@@ -93,35 +103,33 @@ inline void mix(const uint32_t* const* values, int64_t groups, int64_t head_dim,
 }
 
 template <class E, int C>
-void mix_columns(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
-                 int64_t count, float* mixed, int64_t ldm) {
-    for (int64_t q = 0; q < count; q += kQueries) {
+void mix_columns(const Group* groups, const Group* ahead, int64_t count, int64_t first_column, int64_t head_dim,
+                 const uint32_t* weights, int64_t ldw, int64_t queries, float* mixed, int64_t ldm) {
+    for (int64_t q = 0; q < queries; q += kQueries) {
         const uint32_t* from = weights + q * ldw;
-        float* to = mixed + q * ldm;
-        switch (std::min<int64_t>(kQueries, count - q)) {
-            case 1: mix<E, 1, C>(values, groups, head_dim, from, ldw, to, ldm); break;
-            case 2: mix<E, 2, C>(values, groups, head_dim, from, ldw, to, ldm); break;
-            case 3: mix<E, 3, C>(values, groups, head_dim, from, ldw, to, ldm); break;
-            default: mix<E, 4, C>(values, groups, head_dim, from, ldw, to, ldm);
+        float* to = mixed + q * ldm + first_column;
+        switch (std::min<int64_t>(kQueries, queries - q)) {
+            case 1: mix<E, 1, C>(groups, ahead, count, first_column, head_dim, from, ldw, to, ldm); break;
+            case 2: mix<E, 2, C>(groups, ahead, count, first_column, head_dim, from, ldw, to, ldm); break;
+            case 3: mix<E, 3, C>(groups, ahead, count, first_column, head_dim, from, ldw, to, ldm); break;
+            default: mix<E, 4, C>(groups, ahead, count, first_column, head_dim, from, ldw, to, ldm);
         }
+        ahead = nullptr;
     }
 }
 
 template <class E>
-void mix_all(const uint32_t* const* values, int64_t groups, int64_t head_dim, const uint32_t* weights, int64_t ldw,
-             int64_t count, float* mixed) {
-    const uint32_t* shifted[kSpanMost / kLanes];
+void mix_all(const Group* groups, const Group* ahead, int64_t count, int64_t head_dim, const uint32_t* weights,
+             int64_t ldw, int64_t queries, float* mixed) {
     for (int64_t column = 0; column < head_dim;) {
-        for (int64_t group = 0; group < groups; group++) shifted[group] = values[group] + column;
-        const int64_t left = std::min<int64_t>(kColumns, (head_dim - column) / kLanes);
-        float* to = mixed + column;
-        switch (left) {
-            case 1: mix_columns<E, 1>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
-            case 2: mix_columns<E, 2>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
-            case 3: mix_columns<E, 3>(shifted, groups, head_dim, weights, ldw, count, to, head_dim); break;
-            default: mix_columns<E, 4>(shifted, groups, head_dim, weights, ldw, count, to, head_dim);
+        const int64_t taken = std::min<int64_t>(kColumns, (head_dim - column) / kLanes);
+        switch (taken) {
+            case 1: mix_columns<E, 1>(groups, ahead, count, column, head_dim, weights, ldw, queries, mixed, head_dim); break;
+            case 2: mix_columns<E, 2>(groups, ahead, count, column, head_dim, weights, ldw, queries, mixed, head_dim); break;
+            case 3: mix_columns<E, 3>(groups, ahead, count, column, head_dim, weights, ldw, queries, mixed, head_dim); break;
+            default: mix_columns<E, 4>(groups, ahead, count, column, head_dim, weights, ldw, queries, mixed, head_dim);
         }
-        column += left * kLanes;
+        column += taken * kLanes;
     }
 }
 
@@ -181,7 +189,7 @@ public:
             if (piece < tiles)
                 tile(work, work.tiles[piece / kv_heads], piece % kv_heads, local);
             else
-                decode(work, work.decodes[(piece - tiles) / kv_heads], (piece - tiles) % kv_heads, local);
+                decode(work, piece - tiles, local);
         });
     }
 
@@ -233,58 +241,55 @@ private:
         }
     }
 
-    // Where the tokens [first, first + 16 groups) of a sequence lie. A block size that sixteen does not divide is
-    // copied into the worker's buffers, in the same layout.
-    int64_t locate(const Sequence& sequence, int64_t kv_head, int64_t first, int64_t groups, Attention::Local& local,
-                   const uint32_t** keys, const uint32_t** values) const {
-        const int64_t group_words = kLanes / E::kPack * dim_;
+    // Where the tokens [first, first + 16 count) of a sequence lie; a block size that sixteen does not divide is copied
+    // into the worker's buffers, in the same layout. Returns the stride of keys.
+    int64_t locate(const Sequence& sequence, int64_t kv_head, int64_t first, int64_t count, Attention::Local& local,
+                   Group* groups) const {
         if (block_size_ % kLanes == 0) {
-            for (int64_t group = 0; group < groups; group++) {
+            for (int64_t group = 0; group < count; group++) {
                 const int64_t token = first + group * kLanes, offset = token % block_size_;
                 const uint32_t* base = keys_of(block_of(sequence, token), kv_head);
-                keys[group] = base + offset;
-                values[group] = base + half_words_ + offset / E::kPack * dim_;
+                groups[group] = {base + offset, base + half_words_ + offset / E::kPack * dim_};
             }
             return block_size_;
         }
-        local.keys.assign(groups * group_words, 0u);
-        local.values.assign(groups * group_words, 0u);
-        const int64_t end = std::min<int64_t>(first + groups * kLanes, sequence.start + sequence.count);
+        const int64_t words = kLanes / E::kPack * dim_;  // of the keys of a group, and of its values
+        local.keys.assign(count * words, 0u);
+        local.values.assign(count * words, 0u);
+        for (int64_t group = 0; group < count; group++)
+            groups[group] = {local.keys.data() + group * words, local.values.data() + group * words};
+        const int64_t end = std::min<int64_t>(first + count * kLanes, sequence.start + sequence.count);
         for (int64_t token = first; token < end; token++) {
             const int64_t offset = token % block_size_, group = (token - first) / kLanes, lane = (token - first) % kLanes;
             const uint32_t* base = keys_of(block_of(sequence, token), kv_head);
-            uint32_t* key = local.keys.data() + group * group_words;
+            uint32_t* key = local.keys.data() + group * words;
             for (int64_t step = 0; step < steps_; step++) key[step * kLanes + lane] = base[step * block_size_ + offset];
-            if (token % E::kPack != 0 && token != first) continue;  // its word came with the token before
+            if (token % E::kPack != 0) continue;  // its word came with the token before
             const uint32_t* value = base + half_words_ + offset / E::kPack * dim_;
-            std::copy(value, value + dim_, local.values.data() + group * group_words + lane / E::kPack * dim_);
-        }
-        for (int64_t group = 0; group < groups; group++) {
-            keys[group] = local.keys.data() + group * group_words;
-            values[group] = local.values.data() + group * group_words;
+            std::copy(value, value + dim_, local.values.data() + group * words + lane / E::kPack * dim_);
         }
         return kLanes;
     }
 
     // Queries of `rows` rows from `row` on over the tokens [first, first + 16 groups), going on from the spans before.
+    // What lies `ahead`, if that is known, has as many groups.
     void span(const AttentionWork& work, const Sequence& sequence, int64_t kv_head, int64_t row, int64_t rows,
-              int64_t first, int64_t groups, Attention::Local& local) const {
-        const uint32_t *keys[kSpanMost / kLanes + kGroups], *values[kSpanMost / kLanes];
-        const int64_t stride = locate(sequence, kv_head, first, groups, local, keys, values);
+              int64_t first, int64_t groups, const Group* ahead, Attention::Local& local) const {
+        Group group[kSpanMost / kLanes];
+        const int64_t stride = locate(sequence, kv_head, first, groups, local, group);
         const int64_t count = rows * shared_, lds = kSpanMost, ldw = kSpanMost / E::kPack;
-        for (int64_t group = 0; group < groups;) {
-            const int64_t taken = std::min<int64_t>(kGroups, groups - group);
-            // While keys are multiplied their values come nearer, and with them the next keys.
-            const uint32_t* const* ahead = group + kGroups + taken <= groups ? keys + group + kGroups : nullptr;
-            float* scores = local.scores.data() + group * kLanes;
-            const uint32_t* queries = local.queries.data();
+        const uint32_t* queries = local.queries.data();
+        for (int64_t at = 0; at < groups;) {
+            const int64_t taken = std::min<int64_t>(kGroups, groups - at);
+            const Group* next = ahead == nullptr ? nullptr : ahead + at;
+            float* scores = local.scores.data() + at * kLanes;
             switch (taken) {
-                case 1: score_groups<E, 1>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
-                case 2: score_groups<E, 2>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
-                case 3: score_groups<E, 3>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds); break;
-                default: score_groups<E, 4>(keys + group, ahead, stride, steps_, queries, steps_, count, scores, lds);
+                case 1: score_all<E, 1>(group + at, next, stride, steps_, queries, steps_, count, scores, lds); break;
+                case 2: score_all<E, 2>(group + at, next, stride, steps_, queries, steps_, count, scores, lds); break;
+                case 3: score_all<E, 3>(group + at, next, stride, steps_, queries, steps_, count, scores, lds); break;
+                default: score_all<E, 4>(group + at, next, stride, steps_, queries, steps_, count, scores, lds);
             }
-            group += taken;
+            at += taken;
         }
         for (int64_t q = 0; q < count; q++) {
             const int64_t position = sequence.start + row + q / shared_, width = groups * kLanes;
@@ -297,7 +302,7 @@ private:
                 weigh<E>(local.scores.data() + q * lds, groups, low, high, weights, &local.bests[q], &local.totals[q],
                          local.mixed.data() + q * dim_, dim_);
         }
-        mix_all<E>(values, groups, dim_, local.weights.data(), ldw, count, local.mixed.data());
+        mix_all<E>(group, ahead, groups, dim_, local.weights.data(), ldw, count, local.mixed.data());
     }
 
     void clear(Attention::Local& local, int64_t count) const {
@@ -316,7 +321,7 @@ private:
         const int64_t first = work.window ? std::max<int64_t>(0, from + 1 - work.window) / kSpanLeast * kSpanLeast : 0;
         for (int64_t token = first; token < end; token += kSpanLeast) {
             const int64_t groups = (std::min(kSpanLeast, end - token) + kLanes - 1) / kLanes;
-            span(work, sequence, kv_head, tile.row, tile.rows, token, groups, local);
+            span(work, sequence, kv_head, tile.row, tile.rows, token, groups, nullptr, local);
         }
         for (int64_t q = 0; q < count; q++) {
             float* to = out_ + (sequence.row + tile.row + q / shared_) * plan_.heads * dim_ +
@@ -329,20 +334,25 @@ private:
         for (int64_t i = 0; i < dim_; i += kLanes) store(to + i, load<Lanes>(from + i) * scale);
     }
 
-    void decode(const AttentionWork& work, const AttentionWork::Decode& part, int64_t kv_head,
-                Attention::Local& local) const {
+    // A part of one sequence's context for one key head; `piece` counts both.
+    void decode(const AttentionWork& work, int64_t piece, Attention::Local& local) const {
+        const AttentionWork::Decode& part = work.decodes[piece / plan_.kv_heads];
+        const int64_t kv_head = piece % plan_.kv_heads;
         const Sequence& sequence = input_.sequence[part.sequence];
-        const int64_t context = sequence.start + 1, size = span_of(context);
-        const int64_t first = first_seen(context, work.window), spans = spans_of(context, work.window);
+        const int64_t context = sequence.start + 1, spans = spans_of(context, work.window);
         if (part.span + part.spans == spans) write_one(sequence, 0, kv_head, local.mixed.data());
         queries_of(sequence.row, kv_head, local.queries.data());
         float* out = out_ + sequence.row * plan_.heads * dim_ + kv_head * shared_ * dim_;
         float* partials = whole_.partials_.data() +
                           (work.partial[part.sequence] + kv_head * spans) * shared_ * (dim_ + 2);
+        Group near[kSpanMost / kLanes];
         for (int64_t number = part.span; number < part.span + part.spans; number++) {
             clear(local, shared_);
-            const int64_t token = first + number * size, tokens = std::min(size, context - token);
-            span(work, sequence, kv_head, 0, 1, token, (tokens + kLanes - 1) / kLanes, local);
+            const Extent here = extent(sequence, work.window, number);
+            const bool last = number + 1 == part.span + part.spans;
+            const bool known = last ? follow(work, piece + 1, here.groups, near)
+                                    : approach(sequence, kv_head, work.window, number + 1, here.groups, near);
+            span(work, sequence, kv_head, 0, 1, here.first, here.groups, known ? near : nullptr, local);
             for (int64_t g = 0; g < shared_; g++) {
                 const float* mixed = local.mixed.data() + g * dim_;
                 if (spans == 1) {
@@ -360,6 +370,37 @@ private:
         if (done.fetch_add(part.spans, std::memory_order_acq_rel) + part.spans < spans) return;
         done.store(0, std::memory_order_relaxed);
         for (int64_t g = 0; g < shared_; g++) join(partials + g * (dim_ + 2), spans, out + g * dim_);
+    }
+
+    struct Extent {
+        int64_t first, groups;  // the first token, and how many times sixteen
+    };
+
+    // The tokens of one span of a sequence with one row.
+    Extent extent(const Sequence& sequence, int64_t window, int64_t number) const {
+        const int64_t context = sequence.start + 1, size = span_of(context);
+        const int64_t first = first_seen(context, window) + number * size;
+        return {first, (std::min(size, context - first) + kLanes - 1) / kLanes};
+    }
+
+    // Where a span lies that comes next, as `count` groups: it is fetched while this one is computed.
+    bool approach(const Sequence& sequence, int64_t kv_head, int64_t window, int64_t number, int64_t count,
+                  Group* near) const {
+        if (block_size_ % kLanes != 0) return false;
+        const Extent next = extent(sequence, window, number);
+        for (int64_t group = 0; group < count; group++) {
+            const int64_t token = next.first + std::min(group, next.groups - 1) * kLanes, offset = token % block_size_;
+            const uint32_t* base = keys_of(block_of(sequence, token), kv_head);
+            near[group] = {base + offset, base + half_words_ + offset / E::kPack * dim_};
+        }
+        return true;
+    }
+
+    // The same of the first span of the next piece, which mostly comes to the same worker.
+    bool follow(const AttentionWork& work, int64_t piece, int64_t count, Group* near) const {
+        if (piece >= int64_t(work.decodes.size()) * plan_.kv_heads) return false;
+        const AttentionWork::Decode& part = work.decodes[piece / plan_.kv_heads];
+        return approach(input_.sequence[part.sequence], piece % plan_.kv_heads, work.window, part.span, count, near);
     }
 
     // The parts of one query's context, in order.

@@ -22,18 +22,19 @@ from engine.models.store import WeightStore, plan_of
 from engine.types import AdapterUnknown
 from kernels.dispatch import REFERENCE
 from kernels.native import library
-from kernels.native_step import PARTS, NativePool
+from kernels.native_matmul import Pool
+from kernels.native_step import PARTS
 
 CPU = torch.device("cpu")
 BLOCKS = 400
 
 
 @pytest.fixture(scope="module")
-def pool() -> NativePool:
+def pool() -> Pool:
     loaded = library()
     if loaded is None:
         pytest.skip("there is no native library on this machine")
-    return NativePool(loaded, 2)
+    return Pool(loaded, 2)
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -120,7 +121,7 @@ class Pair:
 
     def __init__(
         self,
-        pool: NativePool,
+        pool: Pool,
         config: ModelConfig,
         *,
         block_size: int = 16,
@@ -196,40 +197,40 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_float32_equals_torch(name: str, pool: NativePool) -> None:
+def test_float32_equals_torch(name: str, pool: Pool) -> None:
     changes, block_size = SHAPES[name]
     config = model(**changes)
     Pair(pool, config, block_size=block_size).compare(lanes(1, 2, 17, 64, 150, 301), block_size, 2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 700])
-def test_long_contexts_are_joined_from_parts(window: int | None, pool: NativePool) -> None:
+def test_long_contexts_are_joined_from_parts(window: int | None, pool: Pool) -> None:
     config = model(layers=1, plan=(LayerPlan(window=window),), heads=3, kv_heads=1)
     Pair(pool, config).compare(lanes(2300, 129, 1100), 16, 2e-5)
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "small blocks", "heads of 80", "norms of heads", "window", "biases"])
-def test_bfloat16_stays_close_to_its_rounded_weights(name: str, pool: NativePool) -> None:
+def test_bfloat16_stays_close_to_its_rounded_weights(name: str, pool: Pool) -> None:
     changes, block_size = SHAPES[name]
     pair = Pair(pool, model(**changes), block_size=block_size, dtype=torch.bfloat16)
     pair.compare(lanes(1, 2, 17, 64, 150, 301), block_size, 0.03)
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("int4", 0.4)])
-def test_quantised_weights_stay_close(quantization: str, tolerance: float, pool: NativePool) -> None:
+def test_quantised_weights_stay_close(quantization: str, tolerance: float, pool: Pool) -> None:
     pair = Pair(pool, model(hidden=128, ffn=160), dtype=torch.bfloat16, quantization=quantization)
     pair.compare(lanes(1, 17, 150), 16, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.04)])
-def test_adapters_of_unlike_ranks_in_one_batch(dtype: torch.dtype, tolerance: float, pool: NativePool) -> None:
+def test_adapters_of_unlike_ranks_in_one_batch(dtype: torch.dtype, tolerance: float, pool: Pool) -> None:
     config = model()
     pair = Pair(pool, config, dtype=dtype, loaded=adapters(config, {"a": 4, "b": 16, "c": 7, "d": 64}))
     pair.compare(lanes(40, 33, 90, 5, 70, 61, 20, 31, users=("a", None, "b", "c", "d", "a")), 16, tolerance)
 
 
 @torch.inference_mode()
-def test_an_adapter_that_left_is_unknown(pool: NativePool) -> None:
+def test_an_adapter_that_left_is_unknown(pool: Pool) -> None:
     config = model()
     pair = Pair(pool, config, loaded=adapters(config, {"a": 4}))
     (batch, *_) = batches(lanes(9, 9, users=("a", None)), 16, seed=1)
@@ -241,10 +242,10 @@ def test_an_adapter_that_left_is_unknown(pool: NativePool) -> None:
 
 
 @torch.inference_mode()
-def test_a_row_is_the_same_bit_for_bit_whoever_computes_it(pool: NativePool) -> None:
+def test_a_row_is_the_same_bit_for_bit_whoever_computes_it(pool: Pool) -> None:
     """Alone or beside others, with one thread or two: only its own sequence decides what a decode gets."""
     config = model(heads=3, kv_heads=1, layers=1, plan=(LayerPlan(),))
-    pairs = [Pair(pool, config), Pair(NativePool(pool.library, 1), config)]
+    pairs = [Pair(pool, config), Pair(Pool(pool.library, 1), config)]
     every = lanes(400, 90, 1300)
     for batch in batches(every, 16):
         for pair in pairs:
@@ -265,7 +266,7 @@ def test_a_row_is_the_same_bit_for_bit_whoever_computes_it(pool: NativePool) -> 
 
 
 @torch.inference_mode()
-def test_numbers_that_are_not_finite_stay_in_their_rows(pool: NativePool) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_rows(pool: Pool) -> None:
     config = model()
     loaded = adapters(config, {"calm": 4, "wild": 4})
     for a, b in loaded["wild"].weights.values():
@@ -281,7 +282,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(pool: NativePool) -> Non
 
 
 @torch.inference_mode()
-def test_the_time_is_told_by_parts(pool: NativePool) -> None:
+def test_the_time_is_told_by_parts(pool: Pool) -> None:
     pair = Pair(pool, model())
     (batch, *_) = batches(lanes(50, 60), 16)
     pair.native.part_ns = array("q", bytes(8 * len(PARTS)))
