@@ -145,6 +145,7 @@ class EngineCore:
     def check(self, request: Request) -> str:
         """Raise the `EngineError` of a request that can never be served; else its adapter's digest ("": none)."""
         check_request(request, self.info)
+        self._with_bad_words(request)
         return self.adapters.digest(request.adapter.id) if request.adapter else ""
 
     def add(self, request: Request, *, arrived_us: int | None = None) -> None:

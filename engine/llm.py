@@ -116,7 +116,7 @@ class LLM:
             folder = resolve_model(str(model), cache, progress=Stages(self._shown(None)))
         except WeightsError as error:
             raise EngineUnavailable(str(error)) from error
-        config = EngineConfig(model=str(folder), **options)
+        config = EngineConfig(model=str(folder), cache_dir=str(cache), **options)
         core = build(config)
         self._engine: EngineCore | None = core
         self._open_max = 2 * config.max_num_seqs  # what computes, and as much again that waits to
@@ -145,8 +145,9 @@ class LLM:
         """Completions in the order of `prompts` (text or token ids), computed together.
 
         `params` and `adapter` are one for all or one for each. Raises an `EngineError` (or `ValueError` for what is
-        no text) when one of the prompts cannot be served; then nothing is computed. Ctrl-C ends the batch between
-        two steps and leaves the model ready for the next.
+        no text) when one of the prompts cannot be served; then nothing is computed. Only what shows later, such as a
+        grammar that cannot be compiled, is its own completion's `error`. Ctrl-C ends the batch between two steps and
+        leaves the model ready for the next.
         """
         core = self._core
         asked = _prompts(prompts)

@@ -4,9 +4,11 @@ import io
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.llm import LLM
@@ -166,6 +168,8 @@ def test_two_models_live_in_one_process_and_a_closed_one_says_so(llm: LLM, tiny_
     with LLM(tiny_model, dtype="float32", device="cpu", kv_cache_bytes=1 << 20) as other:
         ours, theirs = llm.generate(["hello"], GREEDY), other.generate(["hello"], GREEDY)
         assert ours[0].choices == theirs[0].choices
+        core = weakref.ref(other._core)
+    assert core() is None  # its memory, threads and processes with it
     with pytest.raises(EngineUnavailable, match="closed"):
         other.generate(["hello"], GREEDY)
     other.close()
@@ -184,6 +188,8 @@ def test_a_batch_with_one_impossible_prompt_is_refused_and_leaves_nothing(llm: L
         llm.generate(["fine", [1] * 5000], GREEDY)
     with pytest.raises(EngineError):
         llm.generate(["fine", []], GREEDY)
+    with pytest.raises(EngineError, match="bad_words"):
+        llm.generate(["fine"] * 10, [*[GREEDY] * 9, msgspec.structs.replace(GREEDY, bad_words=("\ud800",))])
     assert llm.generate(["fine"], GREEDY)[0].counts.completion == 6
 
 
