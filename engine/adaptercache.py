@@ -24,10 +24,11 @@ READERS = 2
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter that was read and checked; `content` is for the runner that read it."""
+    """An adapter that was read and checked; `content` is for the runner that read it, and takes `nbytes`."""
 
     info: AdapterInfo
     content: Any
+    nbytes: int
 
 
 class HostCache:
@@ -52,17 +53,17 @@ class HostCache:
     def put(self, adapter: HostAdapter) -> None:
         """Keep it, if the budget is for so much at all, and let others go for it."""
         self.drop(adapter.info.id)
-        if adapter.info.nbytes > self._bytes_max:
+        if adapter.nbytes > self._bytes_max:
             return
-        while self.bytes_used + adapter.info.nbytes > self._bytes_max:
+        while self.bytes_used + adapter.nbytes > self._bytes_max:
             self.drop(next(iter(self._kept)))
         self._kept[adapter.info.id] = adapter
-        self.bytes_used += adapter.info.nbytes
+        self.bytes_used += adapter.nbytes
 
     def drop(self, adapter_id: str) -> None:
         dropped = self._kept.pop(adapter_id, None)
         if dropped is not None:
-            self.bytes_used -= dropped.info.nbytes
+            self.bytes_used -= dropped.nbytes
 
 
 class AdapterReader:

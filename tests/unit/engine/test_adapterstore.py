@@ -241,7 +241,7 @@ def test_the_cache_forgets_the_least_recently_used() -> None:
 
 
 def _sized(name: str, nbytes: int) -> HostAdapter:
-    return HostAdapter(AdapterInfo(id=name, digest=name, rank=1, targets=(), nbytes=nbytes), None)
+    return HostAdapter(AdapterInfo(id=name, digest=name, rank=1, targets=(), nbytes=1), None, nbytes)
 
 
 def test_an_adapter_is_known_unread_when_it_was_checked_before(disk: Disk, tmp_path: Path) -> None:

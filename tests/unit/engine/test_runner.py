@@ -140,6 +140,7 @@ def test_an_adapter_is_read_placed_and_removed(tiny_model: Path, tmp_path: Path)
     info = adapter.info
     assert (info.id, info.digest, info.rank, info.targets) == (ref.id, ref.digest, 4, ("q_proj",))
     assert info.nbytes == 2 * (4 * 64 + 64 * 4) * 4
+    assert adapter.nbytes >= info.nbytes  # a form that is packed for the native step has its ranks padded
     runner.place_adapter(ref.id, adapter)
     runner.place_adapter(ref.id, adapter)
     runner.remove_adapter(ref.id)
