@@ -1,7 +1,7 @@
 """Exactly one settlement per request, whatever ends it.
 
-Knows: which requests are open, their last journalled counts, and the one place where the engine's `TokenCounts` become
-a `UsageEvent`. Does not know: HTTP, tokens' text, prices.
+Knows: which requests are open, their last journalled counts, and the one place where the engine's `TokenCounts` and
+`Cost` become a `UsageEvent`. Does not know: HTTP, tokens' text, prices.
 
 A request's settlement goes through these states; a crash at any point leaves the next start what the last column says.
 
@@ -15,6 +15,10 @@ A request's settlement goes through these states; a crash at any point leaves th
 
 The final frame leaves after `settled`. If the spool cannot write, the event stays queued in it and is tried again; the
 client gets an error in place of the final frame, the balance is charged all the same.
+
+What a part cost comes with the engine's last word on it. A cut request's too, for which its settlement waits as long as
+`abort_timeout_s`; where no last word comes (the engine died, or is silent for longer) that part's cost is not known and
+counts as 0. It is not journalled: a crash loses it, and an orphan is settled without.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from billing.service import Billing
-from engine.types import StepOutput, TokenCounts
+from engine.types import Cost, StepOutput, TokenCounts
 from gateway.telemetry import Telemetry
 from metering.counts import CountsTuple
 from metering.events import Outcome, UsageEvent
@@ -44,12 +48,23 @@ _RETRY_S = 0.5
 class Live:
     """One open request: what was known at the door, and what is done so far (as journalled)."""
 
-    __slots__ = ("counts", "first_token_s", "last_token_s", "opened_s", "parts", "queue_us", "record", "settling")
+    __slots__ = (
+        "costs",
+        "counts",
+        "first_token_s",
+        "last_token_s",
+        "opened_s",
+        "parts",
+        "queue_us",
+        "record",
+        "settling",
+    )
 
     def __init__(self, record: OpenedRecord, part_ids: Iterable[str], now_s: float) -> None:
         self.record = record
         self.parts = dict.fromkeys(part_ids, TokenCounts())  # the engine's requests: one per prompt
         self.counts = TokenCounts()
+        self.costs: list[Cost] = []  # of the parts that have ended
         self.opened_s = now_s
         self.first_token_s: float | None = None
         self.last_token_s = now_s
@@ -66,6 +81,17 @@ class Live:
             return next(iter(changed.values()))
         columns = zip(*(_plain(changed.get(part, counts)) for part, counts in self.parts.items()), strict=True)
         return TokenCounts(*map(sum, columns))
+
+    @property
+    def cost(self) -> Cost:
+        """Of the parts that have ended, together; they waited side by side."""
+        return Cost(
+            compute_us=sum(cost.compute_us for cost in self.costs),
+            kv_block_us=sum(cost.kv_block_us for cost in self.costs),
+            queue_us=self.queue_us,
+            preemptions=sum(cost.preemptions for cost in self.costs),
+            recomputed=sum(cost.recomputed for cost in self.costs),
+        )
 
 
 def _plain(counts: TokenCounts) -> CountsTuple:
@@ -116,8 +142,10 @@ class Capture:
             if live is not None:
                 changed.setdefault(live, {})[update.request_id] = update.counts
                 live.queue_us = max(live.queue_us, update.queue_us)
+                if update.cost is not None:
+                    live.costs.append(update.cost)
             elif update.finished and update.request_id.startswith(PROBE_PREFIX):
-                self._telemetry["meterhouse_probe_tokens_total"].inc(update.counts.prompt + update.counts.completion)
+                self._telemetry.probed(update.counts, update.cost or Cost())
         totals = [(live, parts, live.total_with(parts)) for live, parts in changed.items()]
         if totals:
             self._journal.step([(live.id, _plain(total)) for live, _, total in totals])
@@ -197,21 +225,25 @@ class Capture:
     def _event(self, live: Live, outcome: Outcome, finish_reason: str) -> UsageEvent:
         now_s = time.monotonic()
         ttft_s = 0.0 if live.first_token_s is None else live.first_token_s - live.opened_s
+        cost = live.cost
         return live.record.event(
             _plain(live.counts),
             outcome=outcome,
             settled_us=self._clock_us(),
             finish_reason=finish_reason,
-            queue_us=live.queue_us,
+            queue_us=cost.queue_us,
             ttft_us=round(ttft_s * 1e6),
             duration_us=round((now_s - live.opened_s) * 1e6),
+            compute_us=cost.compute_us,
+            kv_block_us=cost.kv_block_us,
+            preemptions=cost.preemptions,
         )
 
     def _measure(self, live: Live, event: UsageEvent) -> None:
         reason = {"quota": "length"}.get(event.finish_reason, event.finish_reason)
         if event.outcome is not Outcome.FINISHED:
             reason = "error" if event.outcome in (Outcome.ERROR, Outcome.ENGINE_DIED) else "abort"
-        self._telemetry.settled(event.endpoint, event.outcome.value, reason, live.counts)
+        self._telemetry.settled(event.endpoint, event.outcome.value, reason, live.counts, live.cost)
         self._telemetry["vllm:e2e_request_latency_seconds"].observe(event.duration_us / 1e6)
         self._telemetry["vllm:request_queue_time_seconds"].observe(event.queue_us / 1e6)
         log.info(
@@ -226,6 +258,7 @@ class Capture:
             completion=event.completion_tokens,
             ttft_us=event.ttft_us,
             duration_us=event.duration_us,
+            compute_us=event.compute_us,
         )
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from engine.types import EngineStats, TokenCounts
+from engine.types import Cost, EngineStats, TokenCounts
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types; they are series nobody reads
 
@@ -57,6 +57,18 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_requests_total", "counter", "Requests settled.", ("endpoint", "outcome")),
     MetricSpec("meterhouse_tokens_total", "counter", "Tokens journalled as done, by kind.", ("kind",)),
     MetricSpec("meterhouse_settled_tokens_total", "counter", "Tokens in settled events, by kind.", ("kind",)),
+    MetricSpec(
+        "meterhouse_settled_compute_seconds_total",
+        "counter",
+        "Engine time in settled events, by outcome.",
+        ("outcome",),
+    ),
+    MetricSpec(
+        "meterhouse_settled_kv_block_seconds_total",
+        "counter",
+        "KV-cache blocks held times how long, in settled events, by outcome.",
+        ("outcome",),
+    ),
     MetricSpec("meterhouse_refused_total", "counter", "Requests refused at the door, by error code.", ("code",)),
     MetricSpec("meterhouse_http_responses_total", "counter", "HTTP responses, by status.", ("status",)),
     MetricSpec("meterhouse_open_requests", "gauge", "Requests admitted and not yet settled."),
@@ -79,6 +91,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_adapter_evictions_total", "counter", "Times an adapter left its slot for another."),
     MetricSpec("meterhouse_adapter_reads_total", "counter", "Times an adapter was read from disk."),
     MetricSpec("meterhouse_probe_tokens_total", "counter", "Tokens computed for readiness probes; billed to nobody."),
+    MetricSpec("meterhouse_probe_compute_seconds_total", "counter", "Engine time that readiness probes took."),
     MetricSpec("meterhouse_idempotent_answers_total", "counter", "Retries answered without work.", ("kind",)),
     MetricSpec("meterhouse_build_info", "gauge", "1, with the version and the base model.", ("version", "model_name")),
 )
@@ -137,7 +150,7 @@ class Telemetry:
             if amount:
                 counter.inc(amount)
 
-    def settled(self, endpoint: str, outcome: str, finished_reason: str, counts: TokenCounts) -> None:
+    def settled(self, endpoint: str, outcome: str, finished_reason: str, counts: TokenCounts, cost: Cost) -> None:
         """One request ended and is durable."""
         self["meterhouse_requests_total"].labels(endpoint, outcome).inc()
         self["vllm:request_success_total"].labels(self.model_name, finished_reason).inc()
@@ -146,6 +159,17 @@ class Telemetry:
         for counter, amount in zip(self._settled, msgspec.structs.astuple(counts), strict=True):
             if amount:
                 counter.inc(amount)
+        for name, spent_us in (
+            ("meterhouse_settled_compute_seconds_total", cost.compute_us),
+            ("meterhouse_settled_kv_block_seconds_total", cost.kv_block_us),
+        ):
+            if spent_us > 0:
+                self[name].labels(outcome).inc(spent_us / 1e6)
+
+    def probed(self, counts: TokenCounts, cost: Cost) -> None:
+        """A readiness probe ended."""
+        self["meterhouse_probe_tokens_total"].inc(counts.prompt + counts.completion)
+        self["meterhouse_probe_compute_seconds_total"].inc(max(0, cost.compute_us) / 1e6)
 
     def engine(self, stats: EngineStats) -> None:
         """Take the engine's gauges and the growth of its counters, which begin at 0 when it is started again."""
