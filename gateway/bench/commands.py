@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gateway.bench.workload import Prompts
 
 SLO_PART = re.compile(r"(ttft|tpot|e2e|e2el):(\d+(?:\.\d+)?)")
-NOT_THE_ENGINES = ("max_waiting",)  # a batch is as long as it is
+NOT_THE_ENGINES = ("max_waiting", "queue_timeout_s")  # a batch is as long as it is, and waits as long as it must
 
 
 @click.group()
