@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from dashboards import panels
-from engine.types import EngineStats, TokenCounts
+from engine.types import Cost, EngineStats, TokenCounts
 from gateway.telemetry import METRICS, Telemetry
 from tests.unit.dashboards.test_boards import PROMETHEUS, queries
 
@@ -45,7 +45,7 @@ def _moving() -> Telemetry:
         nonlocal scrapes
         scrapes += 1
         telemetry.counted(counts)
-        telemetry.settled("chat.completions", "finished", "stop", counts)
+        telemetry.settled("chat.completions", "finished", "stop", counts, Cost(compute_us=1500, kv_block_us=64_000))
         telemetry.engine(
             EngineStats(
                 running=2,
