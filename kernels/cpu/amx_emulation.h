@@ -14,7 +14,7 @@ struct Tiles {
     bool configured = false;
     uint16_t row_bytes[8] = {};
     uint8_t rows[8] = {};
-    uint8_t data[8][16][64] = {};
+    alignas(64) uint8_t data[8][16][64] = {};
 
     void require(int tile) const {  // what would be a fault
         if (!configured || rows[tile] == 0) std::abort();

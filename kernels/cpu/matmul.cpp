@@ -1,5 +1,6 @@
 // Cuts products into pieces, rounds the activations, runs the forms' kernels and finishes their results.
 #include <cstdlib>
+#include <new>
 #include <vector>
 
 #include "matmul_forms.h"
@@ -32,6 +33,10 @@ public:
             std::free(data_);
             size_ = divided_up(bytes, 4096) * 4096;
             data_ = static_cast<std::byte*>(std::aligned_alloc(4096, size_t(size_)));
+            if (!data_) {
+                size_ = 0;
+                throw std::bad_alloc();
+            }
         }
         return data_;
     }
@@ -146,7 +151,11 @@ void plan(Buffers& b, const Job* jobs, int64_t count, int threads) {
         if (jobs[i].rows > 0 && jobs[i].weight->outputs > 0) plan_job(b, jobs[i]);
     }
     b.workers.resize(size_t(threads));
-    for (Worker& worker : b.workers) worker.made.assign(b.operands.size(), 0);
+    for (Worker& worker : b.workers) {  // here, where a lack of memory can be told to the caller
+        worker.made.assign(b.operands.size(), 0);
+        worker.operands.at_least(b.own_bytes);
+        worker.result.at_least(b.result_floats * 4);
+    }
     b.shared.at_least(b.shared_bytes);
 }
 
@@ -291,12 +300,12 @@ void multiply(Pool& pool, const Job* jobs, int64_t count, Scratch& scratch) {
         const Cut& cut = owner(b.cuts, piece);
         const OperandRows& x = b.operands[size_t(cut.operand)];
         Worker& worker = b.workers[size_t(number)];
-        std::byte* own = worker.operands.at_least(b.own_bytes);
+        std::byte* own = worker.operands.data();
         if (!x.shared && !worker.made[size_t(cut.operand)]) {
             x.make(0, x.rows, own);
             worker.made[size_t(cut.operand)] = 1;
         }
-        auto* result = reinterpret_cast<float*>(worker.result.at_least(b.result_floats * 4));
+        auto* result = reinterpret_cast<float*>(worker.result.data());
         run_piece(b, cut, piece - cut.first_piece, x.shared ? b.shared.data() : own, result);
     });
 }

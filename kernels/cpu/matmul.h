@@ -65,7 +65,7 @@ private:
     std::unique_ptr<Buffers> buffers_;
 };
 
-// All jobs in one parallel region. No job may read or write what another one writes.
+// All jobs in one parallel region. No job may read or write what another one writes. Throws std::bad_alloc.
 void multiply(Pool& pool, const Job* jobs, int64_t count, Scratch& scratch);
 
 }  // namespace meterhouse
