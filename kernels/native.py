@@ -53,15 +53,20 @@ class NativeError(Exception):
 def library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
     """The library, built if it must be; None, and one line in the log that says why, where there can be none."""
     try:
-        built = build(cache_dir or default_cache_dir())
-        try:
-            return load(built)
-        except NativeError:  # damaged since it was checked
-            built.unlink(missing_ok=True)
-            return load(build(cache_dir or default_cache_dir()))
+        return opened(cache_dir or default_cache_dir())
     except NativeError as error:
         log.warning("the native CPU kernels are not used: %s", error)
         return None
+
+
+def opened(cache_dir: Path) -> ctypes.CDLL:
+    """The library, built if it must be, and once more if what is in the cache is damaged. Raises `NativeError`."""
+    built = build(cache_dir)
+    try:
+        return load(built)
+    except NativeError:
+        built.unlink(missing_ok=True)
+        return load(build(cache_dir))
 
 
 def default_cache_dir() -> Path:
@@ -182,11 +187,11 @@ def _compile(sources: list[Path], folder: Path, command: list[str], progress: Pr
                 running.append((source, _start([*command, "-c", str(source), "-o", str(objects[-1])])))
             source, process = next(((s, p) for s, p in running if p.poll() is not None), running[0])
             try:
-                process.wait(timeout=0.02)
+                _, errors = process.communicate(timeout=0.02)  # reads on: a full pipe would stop the compiler for ever
             except subprocess.TimeoutExpired:
                 continue
             running.remove((source, process))
-            _wait(process, source.name)
+            _judge(process, errors, source.name)
             done = len(objects) - len(running)
             progress(f"{source.name} ({done} of {len(sources)})")
     finally:
@@ -207,6 +212,10 @@ def _wait(process: subprocess.Popen[str], what: str) -> None:
         process.kill()
         process.communicate()
         raise NativeError(f"the compiler did not end ({what})") from None
+    _judge(process, errors, what)
+
+
+def _judge(process: subprocess.Popen[str], errors: str, what: str) -> None:
     if process.returncode:
         lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or ["no message"]
         raise NativeError(f"the compiler failed ({what}): {lines[0]}")
