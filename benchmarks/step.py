@@ -37,6 +37,7 @@ BATCHES = (1, 8, 32)
 CONTEXTS = (256, 1024, 4096)
 BLOCK = 16
 RANK = 16
+REPEATS = 60
 CPU = torch.device("cpu")
 
 
@@ -123,20 +124,16 @@ def main() -> None:
 
 
 def measure(step: NativeLlama, model: ModelConfig, batch: Batch, blocks: int, dtype: torch.dtype) -> list[str]:
-    """The step, its parts (of the quickest repeat) and what is left for Python, in ms."""
+    """The step, each of its parts, and what is left for Python: the least of each, in ms."""
     step.attach(cache(model, blocks, dtype, native=True), BLOCK)
-    for _ in range(3):
-        step.forward(batch)
-    whole = least(lambda: step.forward(batch), 40)
-    parts: list[int] = []
-    quickest = float("inf")
-    for _ in range(20):
-        step.part_ns = array("q", bytes(8 * len(PARTS)))
+    whole = least(lambda: step.forward(batch), REPEATS)
+    parts, python = [float("inf")] * len(PARTS), float("inf")
+    for _ in range(REPEATS):
+        sums = step.part_ns = array("q", bytes(8 * len(PARTS)))
         taken = least(lambda: step.forward(batch), 1)
-        if taken < quickest:
-            quickest, parts = taken, list(step.part_ns)
-    step.part_ns = None
-    return [f"{1e3 * whole:.2f}", *(f"{part / 1e6:.2f}" for part in parts), f"{1e3 * quickest - sum(parts) / 1e6:.2f}"]
+        parts = list(map(min, parts, sums))
+        python = min(python, taken - sum(sums) / 1e9)
+    return [f"{1e3 * whole:.2f}", *(f"{part / 1e6:.2f}" for part in parts), f"{1e3 * python:.2f}"]
 
 
 class Reference:

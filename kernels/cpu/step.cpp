@@ -12,18 +12,20 @@ namespace meterhouse {
 
 namespace {
 
-constexpr int64_t kRowsAlone = 2;  // so few rows are done before another thread has woken
-constexpr int64_t kRowsInPiece = 4;
+constexpr int64_t kAlone = 12 << 10;   // so few numbers are through before another thread has come
+constexpr int64_t kInPiece = 3 << 10;
 
+// f(row) for rows of `width` numbers that cost about the same.
 template <class F>
-void by_rows(Pool& pool, int64_t rows, F&& f) {
-    if (rows <= kRowsAlone) {
+void by_rows(Pool& pool, int64_t rows, int64_t width, F&& f) {
+    if (rows * width <= kAlone) {
         for (int64_t row = 0; row < rows; row++) f(row);
         return;
     }
-    pool.run((rows + kRowsInPiece - 1) / kRowsInPiece, [&](int64_t piece, int) {
-        const int64_t end = std::min(rows, (piece + 1) * kRowsInPiece);
-        for (int64_t row = piece * kRowsInPiece; row < end; row++) f(row);
+    const int64_t each = std::max<int64_t>(1, kInPiece / width);
+    pool.run((rows + each - 1) / each, [&](int64_t piece, int) {
+        const int64_t end = std::min(rows, (piece + 1) * each);
+        for (int64_t row = piece * each; row < end; row++) f(row);
     });
 }
 
@@ -127,13 +129,13 @@ void Step::embed(const StepInput& input) {
     };
     for (int64_t index = 0; index < input.sequences; index++) {
         const Sequence& sequence = input.sequence[index];
-        by_rows(pool_, sequence.count, [&](int64_t row) { one(sequence.row + row, sequence.start + row); });
+        by_rows(pool_, sequence.count, hidden, [&](int64_t row) { one(sequence.row + row, sequence.start + row); });
     }
 }
 
 void Step::normalise(const float* x, const float* weight, int64_t rows, float* out) {
     const int64_t hidden = plan_.hidden;
-    by_rows(pool_, rows, [&](int64_t row) { rms_norm(x + row * hidden, weight, hidden, plan_.eps, out + row * hidden); });
+    by_rows(pool_, rows, hidden, [&](int64_t row) { rms_norm(x + row * hidden, weight, hidden, plan_.eps, out + row * hidden); });
 }
 
 // The base product and the adapters' shrinks in one region, the adapters' expands in the next.
@@ -163,7 +165,7 @@ void Step::feed_forward(int64_t index, int64_t rows, Timer& timer) {
         if (int64_t(gate_up_.size()) < rows * 2 * plan_.ffn) gate_up_.resize(rows * 2 * plan_.ffn);
         project(index, layer.gate_up, layer.gate_up_bias, kGate, 2, columns, normed_.data(), rows, gate_up_.data(),
                 Epilogue::store, timer);
-        by_rows(pool_, rows, [&](int64_t row) {
+        by_rows(pool_, rows, plan_.ffn, [&](int64_t row) {
             const float* gate = &gate_up_[row * 2 * plan_.ffn];
             swiglu(gate, gate + plan_.ffn, plan_.ffn, &active_[row * plan_.ffn]);
         });
