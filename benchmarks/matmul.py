@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from engine.weights import resolve_model
 from kernels import native
+from kernels.memory import Arena
 from kernels.native_matmul import (
-    Arena,
     CJob,
     Epilogue,
     Format,

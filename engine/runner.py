@@ -35,7 +35,7 @@ from engine.types import (
 )
 from engine.weights import load_weights
 from kernels.dispatch import operations
-from kernels.native import NativeError, build, default_cache_dir, load
+from kernels.native import NativeError, default_cache_dir, opened
 from kernels.native_matmul import Pool
 
 log = logging.getLogger(__name__)
@@ -253,4 +253,4 @@ def _native(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     reason = unsupported(model, dtype=dtype, block_size=config.block_size)
     if reason is not None:
         raise NativeError(reason)
-    return load(build(Path(config.cache_dir) if config.cache_dir else default_cache_dir()))
+    return opened(Path(config.cache_dir) if config.cache_dir else default_cache_dir())
