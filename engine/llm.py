@@ -13,7 +13,6 @@ what the server would have counted.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 import uuid
@@ -42,6 +41,7 @@ from engine.types import (
     Update,
 )
 from engine.weights import resolve_model
+from kernels.native import default_cache_dir
 
 __all__ = [
     "LLM",
@@ -58,9 +58,6 @@ __all__ = [
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 T = TypeVar("T")
-
-CACHE_DIR = "~/.cache/meterhouse"
-"""Where converted models are kept, unless METERHOUSE_CACHE_DIR names another folder; as for the server."""
 
 
 class Choice(msgspec.Struct):
@@ -111,7 +108,7 @@ class LLM:
     ) -> None:
         self._progress = progress
         options.setdefault("max_waiting", sys.maxsize)  # a batch is as long as it is
-        cache = Path(cache_dir or os.environ.get("METERHOUSE_CACHE_DIR") or CACHE_DIR)
+        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         try:
             folder = resolve_model(str(model), cache, progress=Stages(self._shown(None)))
         except WeightsError as error:

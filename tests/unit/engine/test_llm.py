@@ -198,3 +198,20 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
         LLM(tmp_path)
     with pytest.raises(EngineUnavailable, match="not a hub name"):
         LLM("nowhere")
+
+
+@pytest.mark.parametrize("given", ["~/cache", None])
+def test_the_cache_lies_in_the_home_folder(
+    given: str | None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("METERHOUSE_CACHE_DIR", raising=False)
+    seen: list[Path] = []
+
+    def resolve(spec: str, cache: Path, *, progress: object) -> Path:
+        seen.append(cache)
+        return Path(spec)
+
+    monkeypatch.setattr("engine.llm.resolve_model", resolve)
+    with LLM(tiny_model, cache_dir=given, device="cpu", native="off", kv_cache_bytes=1 << 20):
+        assert seen == [tmp_path / ("cache" if given else ".cache/meterhouse")]
