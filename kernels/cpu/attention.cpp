@@ -146,7 +146,7 @@ void weigh(float* scores, int64_t groups, int64_t low, int64_t high, uint32_t* w
     const float now = std::max(largest(most), *best);
     Lanes added = {};
     for (int64_t i = 0; i < width; i += kLanes) {
-        const Lanes weight = exponential(load<Lanes>(scores + i) - now);
+        const Lanes weight = E::exponential(load<Lanes>(scores + i) - now);
         added = added + weight;
         E::put_lanes(weights + i / E::kPack, weight);
     }
@@ -277,7 +277,8 @@ private:
               int64_t first, int64_t groups, const Group* ahead, Attention::Local& local) const {
         Group group[kSpanMost / kLanes];
         const int64_t stride = locate(sequence, kv_head, first, groups, local, group);
-        const int64_t count = rows * shared_, lds = kSpanMost, ldw = kSpanMost / E::kPack;
+        // Rows a line further apart than they are long do not all fall into the same places of the first cache.
+        const int64_t lds = (groups + 1) * kLanes, ldw = groups * kLanes / E::kPack + kLanes, count = rows * shared_;
         const uint32_t* queries = local.queries.data();
         for (int64_t at = 0; at < groups;) {
             const int64_t taken = std::min<int64_t>(kGroups, groups - at);
@@ -446,8 +447,8 @@ Attention::Attention(const Plan& plan, int workers) : plan_(plan), locals_(worke
     const int64_t shared = plan.heads / plan.kv_heads, queries = std::max(shared, kTileQueries);
     for (Local& local : locals_) {
         local.queries.resize(queries * plan.head_dim);
-        local.weights.resize(queries * kSpanMost);
-        local.scores.resize(queries * kSpanMost);
+        local.weights.resize(queries * (kSpanMost + kLanes));
+        local.scores.resize(queries * (kSpanMost + kLanes));
         local.mixed.resize(queries * plan.head_dim);
         local.totals.resize(queries);
         local.bests.resize(queries);

@@ -93,6 +93,22 @@ inline Lanes exponential(Lanes x) {
     return x > floor ? scaled : Lanes{};
 }
 
+// The same within 1e-4 of itself, at half the cost: for what is rounded to bfloat16 next.
+inline Lanes coarse_exponential(Lanes x) {
+#if defined(__AVX512F__)
+    const Lanes turns = x * 1.44269504088896341f;
+    const Lanes n = (Lanes)_mm512_roundscale_ps((__m512)turns, 0), f = turns - n;
+    Lanes p = splat(9.61812910e-3f);
+    p = p * f + 5.55041087e-2f;
+    p = p * f + 2.40226507e-1f;
+    p = p * f + 6.93147182e-1f;
+    p = p * f + 1.0f;
+    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return exponential(x);
+#endif
+}
+
 // ---- bfloat16: the upper half of a float32 ----
 
 inline float widened(uint16_t value) { return bits_of<float>(uint32_t(value) << 16); }
@@ -111,6 +127,7 @@ struct Float32 {
     static Lanes dot(Lanes total, Words a, Words b) { return bits_of<Lanes>(a) * bits_of<Lanes>(b) + total; }
     static void put(uint32_t* words, int64_t index, float value) { words[index] = bits_of<uint32_t>(value); }
     static void put_lanes(uint32_t* words, Lanes value) { store(words, value); }
+    static Lanes exponential(Lanes x) { return meterhouse::exponential(x); }
 };
 
 struct Bfloat16 {
@@ -124,6 +141,7 @@ struct Bfloat16 {
         return bits_of<Lanes>(a & upper) * bits_of<Lanes>(b & upper) + total;
 #endif
     }
+    static Lanes exponential(Lanes x) { return coarse_exponential(x); }
     static void put(uint32_t* words, int64_t index, float value) {
         reinterpret_cast<uint16_t*>(words)[index] = rounded(value);
     }
