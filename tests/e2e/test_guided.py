@@ -64,13 +64,15 @@ def test_choices_preemption_and_adapters_change_nothing_about_that(
     llm: LLM, default_model: Path, tmp_path: Path
 ) -> None:
     """Three choices each, on an adapter, in a cache so small that they are preempted."""
-    asked = [case for case in cases(60, seed=11) if case[0].kind != "json_schema"][:12]
+    asked = cases(10, seed=11)
     make_adapter(default_model, tmp_path / "adapter", seed=1, strength=0.05, r=8)
     with LLM(
         default_model,
         max_num_seqs=16,
         max_model_len=128,
-        kv_cache_bytes=4 << 20,
+        kv_cache_bytes=3 << 20,
+        block_size=4,
+        threads=1,
         max_num_batched_tokens=48,
         device="cpu",
     ) as small:
@@ -89,7 +91,7 @@ def test_choices_preemption_and_adapters_change_nothing_about_that(
         for choice in completion.choices
         if choice.finish is Finish.STOP
     ]
-    assert len(ended) >= 30
+    assert len(ended) >= 20
     for judge, choice in ended:
         assert judge(choice.text), choice.text
 
