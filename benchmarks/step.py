@@ -64,7 +64,8 @@ def decodes(model: ModelConfig, sequences: int, context: int, users: list[str | 
     batch = Batch()
     for index in range(sequences):
         token = (index * 7919) % model.vocab
-        batch.add([token], context - 1, blocks[index * each : (index + 1) * each], users[index % len(users)])
+        user = users[index * len(users) // sequences]  # side by side, as the runner puts them
+        batch.add([token], context - 1, blocks[index * each : (index + 1) * each], user)
         batch.wanted.append(index)
     return batch, len(blocks)
 

@@ -335,7 +335,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilization: float = 0.3  # of the memory free at start
     max_adapters: int = 4096  # that may be known at once; what is neither resident nor kept is on disk
     max_lora_rank: int = 64
-    threads: int | None = None  # None: torch's own
+    threads: int | None = None  # None: as many as there are cores to run on
     native: str = "auto"  # auto | on | off: the native CPU step; auto: where it can be had
     quantization: str = "none"  # none | int8 | int4: bits of the weights, on the native CPU step only
     adapter_slots: int = 32  # adapters resident on the device, so the most that one step computes with
