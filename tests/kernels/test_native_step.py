@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 from array import array
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from engine.models.native import NativeLlama, unsupported
 from engine.models.store import WeightStore, plan_of
 from engine.types import AdapterUnknown
 from kernels.dispatch import REFERENCE
-from kernels.native import library
+from kernels.native import NativeError, build, default_cache_dir, library, load
 from kernels.native_matmul import Pool
 from kernels.native_step import PARTS
 
@@ -35,6 +36,17 @@ def pool() -> Pool:
     if loaded is None:
         pytest.skip("there is no native library on this machine")
     return Pool(loaded, 2)
+
+
+@pytest.fixture(scope="module")
+def plain_pool() -> Pool:
+    """The library as a machine with AVX2 and no more would have it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("this machine knows no AVX2")
+    try:
+        return Pool(load(build(default_cache_dir(), extra_flags=("-march=x86-64-v3",))), 2)
+    except NativeError as error:
+        pytest.skip(f"nothing can be compiled on this machine: {error}")
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -227,6 +239,15 @@ def test_adapters_of_unlike_ranks_in_one_batch(dtype: torch.dtype, tolerance: fl
     config = model()
     pair = Pair(pool, config, dtype=dtype, loaded=adapters(config, {"a": 4, "b": 16, "c": 7, "d": 64}))
     pair.compare(lanes(40, 33, 90, 5, 70, 61, 20, 31, users=("a", None, "b", "c", "d", "a")), 16, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.04)])
+def test_without_avx512_it_computes_the_same(dtype: torch.dtype, tolerance: float, plain_pool: Pool) -> None:
+    for name in ("three query heads a key head", "small blocks", "heads of 80", "window", "norms of heads"):
+        changes, block_size = SHAPES[name]
+        config = model(**changes)
+        pair = Pair(plain_pool, config, block_size=block_size, dtype=dtype, loaded=adapters(config, {"a": 4, "b": 9}))
+        pair.compare(lanes(1, 40, 33, 301, users=(None, "a", "b")), block_size, tolerance)
 
 
 @torch.inference_mode()
