@@ -157,6 +157,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step; empty when nothing can run. Takes the blocks that it needs."""
+        while True:
+            preemptions = self.stats.preemptions
+            plan = self._plan()
+            if plan.scheduled or self.stats.preemptions == preemptions:
+                return plan
+            # All that could go on gave way to one that lacks its adapter: with theirs gone, there is a slot for it.
+
+    def _plan(self) -> StepPlan:
         draft = _Draft(self._budget)
         if self._adapters is not None:
             going_on = (sequence for sequence in self._running if not sequence.group.at_ceiling)

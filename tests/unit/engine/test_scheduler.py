@@ -335,3 +335,18 @@ def test_no_step_looks_past_so_many_that_wait_for_a_slot() -> None:
     bench.add([3])
     assert who(bench.step()) == ["r1"]
     assert bench.scheduler.num_waiting == LOOKAHEAD + 1
+
+
+def test_when_all_that_could_go_on_gave_way_the_step_is_planned_again() -> None:
+    """An empty plan says that there is nothing to do: the engine would sleep, and work would wait for the next message.
+
+    The older one was paused, so its adapter lost the only slot; the younger one uses that and finds no block.
+    """
+    bench = Bench(blocks=4, slots=1)
+    older = bench.add([1] * 7, adapter="a", ceiling=1)
+    assert bench.step().scheduled
+    bench.add([2] * 7, adapter="b")
+    assert bench.step().scheduled
+    bench.scheduler.set_ceiling(older, 50, final=True)
+    served = [[entry.sequence.request.id for entry in bench.step().scheduled] for _ in range(4)]
+    assert served == [["r2"], ["r1"], ["r1"], ["r1"]]
