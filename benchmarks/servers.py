@@ -94,11 +94,19 @@ def peer(of: Peer, log: Path) -> Iterator[Server]:
         yield of.server
 
 
+@dataclass(frozen=True)
+class Ours:
+    """A `meterhouse serve` that runs: its gateway's process, where it is, and the key of its administrator."""
+
+    pid: int
+    url: str
+    admin_key: str
+    ready_s: float
+
+
 @contextmanager
-def meterhouse(
-    name: str, flags: Sequence[str], adapters: Sequence[Path], log: Path, *, model: str = "default"
-) -> Iterator[Server]:
-    """`meterhouse serve` as it ships, on a new data folder, with a tenant who can pay and owns `adapters`."""
+def running(flags: Sequence[str], log: Path, *, model: str = "default") -> Iterator[Ours]:
+    """`meterhouse serve` as it ships, on a new data folder. Raises `Absent`."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     admin_key = secrets.token_hex(16)
@@ -106,13 +114,21 @@ def meterhouse(
         command = [sys.executable, "-m", "gateway.cli", "serve", f"--port={port}", f"--data-dir={folder}/data"]
         command += [f"--model={model}", *flags]
         with _group(command, {"METERHOUSE_ADMIN_KEY": admin_key}, log) as child:
-            ready_s = _wait(f"{url}/health/ready", child, log, READY_S)
-            names = [f"adapter-{number}" for number in range(len(adapters))]
-            try:
-                base, key = _prepare(url, admin_key, dict(zip(names, adapters, strict=True)))
-            except CallFailed as error:
-                raise Absent(str(error)) from error
-            yield Server(name=name, url=f"{url}/v1", models=[base], api_key=key, adapters=names, ready_s=ready_s)
+            yield Ours(child.pid, url, admin_key, _wait(f"{url}/health/ready", child, log, READY_S))
+
+
+@contextmanager
+def meterhouse(
+    name: str, flags: Sequence[str], adapters: Sequence[Path], log: Path, *, model: str = "default"
+) -> Iterator[Server]:
+    """The same with a tenant who can pay and owns `adapters`."""
+    with running(flags, log, model=model) as ours:
+        names = [f"adapter-{number}" for number in range(len(adapters))]
+        try:
+            base, key = _prepare(ours.url, ours.admin_key, dict(zip(names, adapters, strict=True)))
+        except CallFailed as error:
+            raise Absent(str(error)) from error
+        yield Server(name=name, url=f"{ours.url}/v1", models=[base], api_key=key, adapters=names, ready_s=ours.ready_s)
 
 
 def _prepare(url: str, admin_key: str, adapters: dict[str, Path]) -> tuple[str, str]:
