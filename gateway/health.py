@@ -108,6 +108,7 @@ async def metrics(health: NamedDependency[Health], telemetry: NamedDependency[Te
 def sample(telemetry: Telemetry, engine: Engine, spool: Spool, capture: Capture, clock_us: Callable[[], int]) -> None:
     """Set the gauges that are read at a scrape."""
     telemetry.engine_state(engine.ready, engine.restarts)
+    telemetry.engine_load(engine.stats)
     telemetry["meterhouse_open_requests"].set(capture.open_count)
     telemetry["meterhouse_spool_writable"].set(1 if spool.writable() else 0)
     for consumer in spool.consumers:

@@ -175,9 +175,7 @@ class Telemetry:
         """Take the engine's gauges and the growth of its counters, which begin at 0 when it is started again."""
         before = self._stats if stats.steps_total >= self._stats.steps_total else EngineStats()
         self._stats = stats
-        self["vllm:num_requests_running"].set(stats.running)
-        self["vllm:num_requests_waiting"].set(stats.waiting)
-        self["vllm:kv_cache_usage_perc"].set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)
+        self.engine_load(stats)
         self["meterhouse_adapters_loaded"].set(stats.adapters_loaded)
         self["meterhouse_adapters_resident"].set(stats.adapters_resident)
         for name, grown in (
@@ -192,6 +190,12 @@ class Telemetry:
         ):
             if grown > 0:
                 self[name].inc(grown)
+
+    def engine_load(self, stats: EngineStats) -> None:
+        """What the engine has in hand. An engine that died has nothing: its last step does not tell that."""
+        self["vllm:num_requests_running"].set(stats.running)
+        self["vllm:num_requests_waiting"].set(stats.waiting)
+        self["vllm:kv_cache_usage_perc"].set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)
 
     def engine_state(self, up: bool, restarts: int) -> None:
         """Whether the engine serves, and how often it was started again."""

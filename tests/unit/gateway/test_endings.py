@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,17 @@ def test_recovered_after_a_crash(make_gateway: MakeGateway, tmp_path: Path) -> N
     (event,) = recover_orphans(tmp_path / "journal", spool, 1_700_000_001_000_000, "gw0")
     spool.close()
     assert (event.outcome, event.prompt_tokens, event.completion_tokens) == ("interrupted", 7, 3)
+
+
+def test_the_gauges_of_an_engine_that_died_fall_to_what_its_successor_does(make_gateway: MakeGateway) -> None:
+    gateway = make_gateway(engine=slow_engine())
+    key = gateway.tenant()
+    with gateway.http(key) as client, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(client.post, "/v1/chat/completions", json=CHAT)
+        while gateway.metric("vllm:num_requests_running") < 1:
+            time.sleep(0.01)
+        gateway.on_loop(gateway.engine.kill)
+        assert asking.result(20).status_code == 503
+    assert gateway.metric("vllm:num_requests_running") == 0
+    assert gateway.metric("vllm:num_requests_waiting") == 0
+    assert gateway.metric("vllm:kv_cache_usage_perc") == 0
