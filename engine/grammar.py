@@ -27,9 +27,14 @@ from engine.types import GrammarRejected, Guide
 if TYPE_CHECKING:
     from engine.tokens import Tokenizer
 
-CREDIT_S = 0.1
+CREDIT_S = 0.5
 TOKEN_S = 0.002
-"""CPU time that a choice's grammar may take from the step loop: once, and for each token. A usual one takes 20 µs."""
+"""Time that a choice's grammar may take from the step loop: once, and for each token. A usual one takes 20 µs."""
+
+TOGETHER_MIN = 8
+SLOW_S = 0.005
+TIMED_STEPS = 64
+"""So many masks are filled by two threads; after a step in which that was slow, so many steps go without."""
 
 WHITESPACE = r"( |\n {0,16})"
 """Between JSON's marks: nothing, one space, or a line's end and an indentation. A small model left free writes blanks
@@ -87,6 +92,10 @@ class Grammar:
     def matcher(self) -> Matcher:
         return Matcher(self)
 
+    def place(self) -> llguidance.LLMatcher:
+        """A new place at the grammar's start."""
+        return self._start.deep_copy()
+
 
 class Matcher:
     """One choice's place in its grammar. The copy that keeps it is made at the first step, not while it waits.
@@ -105,27 +114,33 @@ class Matcher:
         self.ended = False
         self.stuck: str | None = None
 
+    def place(self) -> llguidance.LLMatcher | None:
+        """Where it is now, to have its mask filled; None: stuck."""
+        if self._place is None and self.stuck is None:
+            self._place = self._grammar.place()
+        return self._place if self.stuck is None else None
+
     def fill(self, address: int, nbytes: int) -> None:
         """Write the mask to memory. A mask of a stuck one is not written."""
-        if self.stuck is not None:
-            return
-        began_s = time.thread_time()
+        began_s = time.perf_counter()
         try:
-            if self._place is None:
-                self._place = self._grammar._start.deep_copy()
-            self._place.unsafe_compute_mask_ptr(address, nbytes)
+            if (place := self.place()) is not None:
+                place.unsafe_compute_mask_ptr(address, nbytes)
         except BaseException as error:
             self._failed(error)
-        else:
-            if self._place.is_error():
-                self.stuck = reason_of(self._place.get_error())
+        self.check()
         self._spend(began_s)
+
+    def check(self) -> None:
+        """Notice when the mask could not be filled."""
+        if self.stuck is None and self._place is not None and self._place.is_error():
+            self.stuck = reason_of(self._place.get_error())
 
     def accept(self, token_id: int) -> None:
         """Go on by one token, which the last mask allowed."""
         if self.stuck is not None or self._place is None:
             return
-        began_s = time.thread_time()
+        began_s = time.perf_counter()
         self._tokens += 1
         try:
             accepted = self._place.consume_token(token_id)
@@ -138,37 +153,78 @@ class Matcher:
         self._spend(began_s)
 
     def _failed(self, error: BaseException) -> None:
-        """A panic of the library is no `Exception`, and this choice's alone; anything else goes on its way."""
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise error
+        _let_pass(error)
         self.stuck = reason_of(str(error))
 
     def _spend(self, began_s: float) -> None:
-        self._spent_s += time.thread_time() - began_s
+        self._spent_s += time.perf_counter() - began_s
         if self.stuck is None and self._spent_s > CREDIT_S + TOKEN_S * self._tokens:
             self.stuck = _COSTLY
 
 
 class Masks:
-    """The masks of a step's guided rows, in memory that is kept from step to step."""
+    """The masks of a step's guided rows, in memory that is kept from step to step.
+
+    Many are filled by two threads, which are the library's. Who took how long is not known then: after a slow step
+    each is filled and timed for itself, for a while.
+    """
 
     def __init__(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._words = -(-vocab_size // 32)
-        self._bits = np.zeros((0, self._words), dtype=np.uint32)
+        self._width = 4 * self._words
+        self._make_room(1)
         self._end = np.zeros(self._words, dtype=np.uint32)
         for token in eos_token_ids:
             self._end[token // 32] |= np.uint32(1 << token % 32)
+        self._threads: llguidance.LLExecutor | None = None
+        self._timed_steps = 0
 
     def fill(self, matchers: Collection[Matcher]) -> npt.NDArray[np.uint8]:
         """[matchers, bytes]: bit `t % 8` of byte `t // 8` is set where token t is allowed."""
         if len(self._bits) < len(matchers):
-            self._bits = np.zeros((len(matchers), self._words), dtype=np.uint32)
-        address, width = self._bits.ctypes.data, self._words * 4
+            self._make_room(len(matchers))
+        if len(matchers) < TOGETHER_MIN or not self._fill_together(matchers):
+            self._fill_one_by_one(matchers)
         for row, matcher in enumerate(matchers):
-            matcher.fill(address + row * width, width)
             if matcher.stuck is not None:
                 self._bits[row] = self._end
-        return self._bits[: len(matchers)].view(np.uint8)
+        return self._bytes[: len(matchers)]
+
+    def _make_room(self, rows: int) -> None:
+        self._bits = np.zeros((rows, self._words), dtype=np.uint32)
+        self._bytes = self._bits.view(np.uint8)
+        self._address = self._bits.ctypes.data  # asked for once: that alone takes as long as a mask
+
+    def _fill_one_by_one(self, matchers: Collection[Matcher]) -> None:
+        address = self._address
+        for matcher in matchers:
+            matcher.fill(address, self._width)
+            address += self._width
+
+    def _fill_together(self, matchers: Collection[Matcher]) -> bool:
+        """False: it is not done."""
+        if self._timed_steps:
+            self._timed_steps -= 1
+            return False
+        began_s = time.perf_counter()
+        try:
+            self._threads = self._threads or llguidance.LLExecutor(num_threads=2)
+            places = [(place, row) for row, one in enumerate(matchers) if (place := one.place()) is not None]
+            self._threads.unsafe_compute_mask_ptr(places, self._address, self._width, len(self._bits))
+        except BaseException as error:
+            _let_pass(error)
+            return False
+        for matcher in matchers:
+            matcher.check()
+        if time.perf_counter() - began_s > SLOW_S:
+            self._timed_steps = TIMED_STEPS
+        return True
+
+
+def _let_pass(error: BaseException) -> None:
+    """Raise what is no fault of a grammar's. A panic of the library is, and is no `Exception`."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 class _Words:

@@ -123,6 +123,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._weights = np.zeros((0, 0), dtype=np.float32)
+        self._ceilings = np.zeros((0, 8), dtype=np.float32)
 
     def weights(self, rows: int, vocab: int) -> Floats:
         """[rows, vocab up to whole chunks]; the columns beyond the vocabulary are 0 and shall stay so."""
@@ -131,6 +132,12 @@ class Scratch:
         if wide != width or held < rows:
             self._weights = np.zeros((rows, width), dtype=np.float32)
         return self._weights[:rows]
+
+    def ceilings(self, bits: Bits) -> Floats:
+        """[8 * len(bits)]: infinity where a bit is set, else -infinity."""
+        if len(self._ceilings) != len(bits):
+            self._ceilings = np.zeros((len(bits), 8), dtype=np.float32)
+        return _CEILINGS.take(bits, axis=0, out=self._ceilings, mode="clip").reshape(-1)
 
 
 class HostRows:
@@ -203,7 +210,7 @@ class HostRows:
     def mask(self, rows: Ids, bits: Bits) -> None:
         # 11 us a row; bits unpacked to a condition take 15 to 200 us, by how many are set.
         for row, its_bits in zip(rows.tolist(), bits, strict=True):
-            ceilings = _CEILINGS.take(its_bits, axis=0).reshape(-1)[: self.vocab]
+            ceilings = self._scratch.ceilings(its_bits)[: self.vocab]
             np.minimum(self._scores[row], ceilings, out=self._scores[row])
 
 

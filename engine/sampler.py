@@ -30,6 +30,7 @@ from engine.randomness import stream_key, uniforms
 from engine.restrictions import Restrictions
 from engine.rows import Doubles, Floats, Ids, Rows, Scratch, rows_of
 from engine.sequence import Sequence
+from engine.shortlist import FEW, Shortlist, count_bits
 from engine.types import TokenLogprob
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ class Sampler:
             scores = rows_of(logits, self._scratch)
             logprobs = None if batch.logprobs is None else batch.logprobs.before(scores, kept=batch.changes)
             batch.change(scores)
-            if batch.matchers:
-                self._guide(scores, batch)
-            tokens = batch.draw(scores)
+            tokens = batch.draw(scores, self._guide(scores, batch) if batch.matchers else None)
             if logprobs is None:
                 return [Sampled(token) for token in tokens.tolist()]
             return list(map(Sampled, tokens.tolist(), logprobs.of(tokens)))
@@ -83,13 +82,20 @@ class Sampler:
         assert count is not None
         found[first : first + len(tokens)] = prompt_logprobs(logits, tokens, count, self._scratch)
 
-    def _guide(self, scores: Rows, batch: _Batch) -> None:
-        """Leave a row with a grammar what that allows: after all else, so nothing lifts it."""
+    def _guide(self, scores: Rows, batch: _Batch) -> Shortlist | None:
+        """Leave a row with a grammar what that allows: after all else, so nothing lifts it. Rows that are left few
+        tokens are not changed, but in the list."""
         if self._masks is None:
             from engine.grammar import Masks
 
             self._masks = Masks(self.vocab_size, self.eos_token_ids)
-        scores.mask(batch.guided, self._masks.fill(batch.matchers))
+        bits = self._masks.fill(batch.matchers)
+        few = (count_bits(bits) <= FEW) & (batch.guided_draws >= 0)
+        if not few.all():
+            scores.mask(batch.guided[~few], bits[~few])
+        if not few.any():
+            return None
+        return Shortlist(scores, batch.guided[few], bits[few], batch.guided_draws[few])
 
     def _batch_of(self, sequences: list[Sequence]) -> _Batch:
         """The batch of the last step if these are its sequences, each with the token drawn then, else a new one.
@@ -133,6 +139,9 @@ class _Batch:
         self.logprobs = Logprobs(telling, [params[row].logprobs or 0 for row in telling]) if telling else None
         self._random = np.array([row for row, asked in enumerate(params) if asked.temperature > 0.0], dtype=np.int64)
         self._draws = _Draws([sequences[row] for row in self._random.tolist()], vocab) if len(self._random) else None
+        # For each guided row its place in `_draws`, if it is drawn from all that its grammar leaves; else -1.
+        free = {} if self._draws is None else {int(self._random[at]): at for at in self._draws.free.tolist()}
+        self.guided_draws = np.array([free.get(row, -1) for row in self.guided.tolist()], dtype=np.int64)
 
     @property
     def changes(self) -> bool:
@@ -163,14 +172,14 @@ class _Batch:
         if self._restrictions is not None:
             self._restrictions.apply(scores)
 
-    def draw(self, scores: Rows) -> Ids:
+    def draw(self, scores: Rows, short: Shortlist | None) -> Ids:
         """[rows]: a token each."""
         if self._draws is None:
             return scores.argmax()
         if len(self._random) == scores.count:
-            return self._draws.draw(scores)
+            return self._draws.draw(scores, short)
         tokens = scores.argmax()
-        tokens[self._random] = self._draws.draw(scores.pick(self._random))
+        tokens[self._random] = self._draws.draw(scores.pick(self._random), short)
         return tokens
 
 
@@ -186,22 +195,28 @@ class _Draws:
         top_p = np.array([one.top_p for one in params], dtype=np.float64)
         min_p = np.array([math.log(one.min_p) if one.min_p else -math.inf for one in params], dtype=np.float32)
         limited = (top_k > 0) | (top_p < 1.0) | (min_p > -math.inf)
-        self._all = np.flatnonzero(~limited)
+        self.free = np.flatnonzero(~limited)
         self._some = np.flatnonzero(limited)
         self._top_p = top_p
         self._limits = Limits(
             top_k=top_k[limited], top_p=top_p[limited], min_p=min_p[limited], scales=self._scales[limited]
         )
 
-    def draw(self, scores: Rows) -> Ids:
+    def draw(self, scores: Rows, short: Shortlist | None) -> Ids:
         numbers = uniforms(self._keys, self.positions)
-        if not len(self._some):
+        if not len(self._some) and short is None:
             return _draw_from_all(scores, self._scales, numbers)
-        if not len(self._all):
+        if not len(self.free):
             return self._draw_limited(scores, numbers)
         tokens = np.empty(scores.count, dtype=np.int64)
-        tokens[self._all] = _draw_from_all(scores.pick(self._all), self._scales[self._all], numbers[self._all])
-        tokens[self._some] = self._draw_limited(scores.pick(self._some), numbers[self._some])
+        free = self.free
+        if short is not None:
+            tokens[short.places] = short.draw(self._scales[short.places], numbers[short.places])
+            free = np.setdiff1d(free, short.places)
+        if len(free):
+            tokens[free] = _draw_from_all(scores.pick(free), self._scales[free], numbers[free])
+        if len(self._some):
+            tokens[self._some] = self._draw_limited(scores.pick(self._some), numbers[self._some])
         return tokens
 
     def _draw_limited(self, scores: Rows, numbers: Doubles) -> Ids:

@@ -277,7 +277,12 @@ def test_a_grammar_that_takes_too_long_is_ended(
     assert matcher.stuck == "the grammar takes too long to follow"
 
 
-def test_an_ambiguous_grammar_is_ended_within_its_limits(compiler: Compiler, masks: Masks) -> None:
+def test_an_ambiguous_grammar_is_ended_when_its_time_is_spent(
+    compiler: Compiler, masks: Masks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps grow longer and longer."""
+    monkeypatch.setattr(grammar, "CREDIT_S", 0.02)
+    monkeypatch.setattr(grammar, "TOKEN_S", 0.0)
     matcher = matcher_of(compiler, "grammar", 'start: s\ns: s s | "a" | "b" | s "c" s | ')
     for _ in range(200):
         if matcher.stuck is not None:
@@ -321,3 +326,34 @@ def test_a_mask_leaves_what_is_allowed_as_it_is(kind: str, vocab: int) -> None:
 )
 def test_escapes_of_llama_cpps_dialect(compiler: Compiler, masks: Masks, rules: str, text: str) -> None:
     assert takes(compiler, masks, Guide("grammar", rules), text)
+
+
+def test_many_are_filled_together_as_each_for_itself(compiler: Compiler, masks: Masks) -> None:
+    patterns = ["a+", "[0-9]{2}", "é", "x|y", ".", "(ab)+", "q?", "[^a]", "k", "lm"]
+    together = [matcher_of(compiler, "regex", pattern) for pattern in patterns]
+    alone = [matcher_of(compiler, "regex", pattern) for pattern in patterns]
+    together[4].stuck = alone[4].stuck = "for a reason"
+    for _ in range(2):
+        filled = masks.fill(together).copy()
+        for row, (matcher, other) in enumerate(zip(together, alone, strict=True)):
+            assert np.array_equal(filled[row], masks.fill([other])[0])
+            token = int(np.flatnonzero(np.unpackbits(filled[row], bitorder="little"))[0])
+            if token not in EOS:
+                matcher.accept(token)
+                other.accept(token)
+    assert [one.stuck for one in together] == [None] * 4 + ["for a reason"] + [None] * 5
+
+
+def test_after_a_slow_step_each_is_timed_for_itself(
+    compiler: Compiler, masks: Masks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "SLOW_S", 0.0)
+    matchers = [matcher_of(compiler, "regex", "a*") for _ in range(grammar.TOGETHER_MIN)]
+    masks.fill(matchers)
+    assert all(one._spent_s == 0.0 for one in matchers)
+    masks.fill(matchers)
+    assert all(one._spent_s > 0.0 for one in matchers)
+    monkeypatch.setattr(grammar, "CREDIT_S", 0.0)
+    monkeypatch.setattr(grammar, "TOKEN_S", 0.0)
+    masks.fill(matchers)
+    assert {one.stuck for one in matchers} == {"the grammar takes too long to follow"}
