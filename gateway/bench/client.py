@@ -85,7 +85,7 @@ async def ask(target: Target, request: bytes) -> Reply:
     try:
         async with asyncio.timeout(target.timeout_s):
             await loop.create_connection(lambda: stream, target.host, target.port, ssl=target.tls or None)
-        await stream.ended
+        await asyncio.wait({stream.ended})  # a bare await would cancel it too, and the connection would stay open
     except OSError as error:  # TimeoutError is one too
         stream.end(_connect_error(error), str(error))
     finally:

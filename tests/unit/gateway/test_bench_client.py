@@ -164,6 +164,27 @@ async def test_silence_ends_a_request_and_a_slow_stream_does_not() -> None:
     assert (answer.error, len(answer.text_s)) == ("", 5)
 
 
+async def test_who_is_stopped_leaves_no_connection_open() -> None:
+    gone = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + chunk(said("a")))
+        await reader.read()  # to the end: the client has closed
+        gone.set()
+        writer.close()
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        target = Target.parse(f"http://127.0.0.1:{port}/v1")
+        asking = asyncio.create_task(client.ask(target, target.request("chat", b"{}")))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        async with asyncio.timeout(5):
+            await gone.wait()
+
+
 async def test_nobody_listening_and_no_such_host_are_told() -> None:
     async with server([]) as url:
         port = int(url.split(":")[2].split("/")[0])
