@@ -77,9 +77,10 @@ class Steps:
             asked = guide(number) if guided else None
             sampling = SamplingParams(max_tokens=STEPS + 8, seed=number, ignore_eos=True, guided=asked)
             core.add(Request(id=str(number), prompt=prompt, sampling=sampling))
-        while core.scheduler.num_waiting or core.grammars.held:  # until all have begun
-            if core.step() is None:
-                core.wait_for_grammar()
+        while core.grammars.held:  # so that all begin together
+            core.wait_for_grammar()
+        while core.scheduler.num_waiting:
+            core.step()
         core.step()  # whose prompt was cut is done with it
         self._sampled.seconds.clear()
         self._advanced.seconds.clear()
