@@ -65,7 +65,12 @@ def opened(cache_dir: Path) -> ctypes.CDLL:
     try:
         return load(built)
     except NativeError:
-        built.unlink(missing_ok=True)
+        try:
+            built.unlink(missing_ok=True)
+        except OSError as error:
+            raise NativeError(
+                f"the library in the cache is damaged and cannot be replaced ({error.strerror})"
+            ) from None
         return load(build(cache_dir))
 
 
@@ -77,8 +82,11 @@ def default_cache_dir() -> Path:
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path`, with the forms that passed their checks. Raises `NativeError`."""
     try:
+        forms, fingerprint = path.with_suffix(".forms").read_text().split()
+        if fingerprint != _fingerprint(path):
+            raise NativeError("the built library is damaged")
         loaded = ctypes.CDLL(str(path))
-        loaded.meterhouse_use_forms(int(path.with_suffix(".forms").read_text()))
+        loaded.meterhouse_use_forms(int(forms))
     except (OSError, ValueError, AttributeError) as error:
         raise NativeError(f"the built library cannot be loaded ({error})") from None
     return loaded
@@ -115,7 +123,10 @@ def build(
 
 
 def _compiler() -> list[str]:
-    command = shlex.split(os.environ.get("CXX") or "g++")
+    try:
+        command = shlex.split(os.environ.get("CXX") or "g++") or ["g++"]
+    except ValueError as error:
+        raise NativeError(f"$CXX is no command ({error})") from None
     if shutil.which(command[0]) is None:
         raise NativeError(f"there is no C++ compiler ({command[0]}); install g++ and start again")
     return command
@@ -161,10 +172,15 @@ def _build(built: Path, sources: Path, compiler: list[str], flags: Sequence[str]
         objects = _compile(sorted(sources.glob("*.cpp")), Path(temporary), [*compiler, *flags, *WARNINGS], progress)
         _wait(_start([*compiler, *flags, "-shared", "-o", str(library), *map(str, objects)]), "linking")
         forms = _checked_forms(library, progress)
-        library.with_suffix(".forms").write_text(str(forms))
+        library.with_suffix(".forms").write_text(f"{forms} {_fingerprint(library)}")
         _sync(library)
         library.with_suffix(".forms").replace(built.with_suffix(".forms"))
         library.replace(built)
+
+
+def _fingerprint(library: Path) -> str:
+    """What tells a damaged library before it is mapped: one that was cut short ends the process with SIGBUS."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def _sync(path: Path) -> None:
