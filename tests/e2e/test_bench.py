@@ -97,7 +97,14 @@ def test_a_stream_that_breaks_is_a_failure(make_gateway: MakeGateway) -> None:
     engine = FakeEngine(ByteTokenizer(), 0.01)
     gateway = make_gateway(engine=engine)
     key = gateway.tenant()
-    gateway.loop.call_soon_threadsafe(gateway.loop.call_later, 0.4, engine.kill)
+
+    def kill_at_work() -> None:
+        if len(engine.submitted) == 4:
+            gateway.loop.call_later(0.1, engine.kill)  # of the 0.6 s that each takes
+        else:
+            gateway.loop.call_later(0.01, kill_at_work)
+
+    gateway.loop.call_soon_threadsafe(kill_at_work)
     result = serve(
         *(gateway, key, "--model", "fake", "--output-len", 60, "--requests", 4, "--repeats", 1, "--warmup", 0),
         *("--concurrency", 4),

@@ -11,8 +11,10 @@ METERHOUSE_TEST_CHAOS_MODEL=default plays it on the real model, METERHOUSE_TEST_
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -33,7 +35,7 @@ from tests.orphans import orphans_of
 
 TENANTS, STREAMS, CUT_AFTER = ("red", "green", "blue"), 8, 5
 SHORT_TOKENS = 3  # the last stream of each tenant asks for so few that its requests end by themselves
-MAX_TOKENS = 440  # long enough that kills find the engine at work, however slow the clients read
+MAX_TOKENS = 6000  # long enough that kills find the engine at work, however slow the clients read
 BETWEEN_KILLS = len(TENANTS) * STREAMS * 6  # tokens that clients receive before each kill
 PRICE = {"prompt": "1000.000000001", "cached": "100", "completion": "3000"}
 ROUNDS = int(os.environ.get("METERHOUSE_TEST_CHAOS_ROUNDS", "1"))
@@ -247,9 +249,14 @@ def tally(crowd: Crowd, rows: dict[str, dict[str, Any]], orphans: int, charged: 
 
 
 @pytest.fixture
-def chaos_model(request: pytest.FixtureRequest) -> str:
-    given = os.environ.get("METERHOUSE_TEST_CHAOS_MODEL")
-    return given or str(request.getfixturevalue("tiny_model"))
+def chaos_model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The model that was asked for, or the tiny one with room for `MAX_TOKENS`: it has no table of positions."""
+    if given := os.environ.get("METERHOUSE_TEST_CHAOS_MODEL"):
+        return given
+    folder = Path(shutil.copytree(request.getfixturevalue("tiny_model"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return str(folder)
 
 
 @pytest.mark.slow
