@@ -654,8 +654,12 @@ def running_limit(max_num_seqs: int, max_num_batched_tokens: int) -> int:
 
 
 def queue_full(max_waiting: int, free_slots: int, waiting: int, own: int) -> bool:
-    """Whether a tenant with `own` of all `waiting` requests may queue no more: one leaves an eighth to the others."""
-    return waiting >= max_waiting + free_slots or own >= max_waiting - max_waiting // 8 + free_slots
+    """Whether a tenant with `own` of all `waiting` requests may queue no more.
+
+    The last eighth is for those with few, so that floods, be they of one tenant or of ten, refuse nobody else.
+    """
+    few = max(2, max_waiting // 64)
+    return waiting >= max_waiting + free_slots - (max_waiting // 8 if own >= few else 0)
 
 
 def _fresh(sequence: Sequence, start: int, count: int) -> int:

@@ -1,6 +1,7 @@
 """One tenant's flood and another's request: on the scheduler alone, by what the steps compute."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -220,6 +221,21 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
     with pytest.raises(EngineBusy):
         bench.ask("other", 10)
     assert bench.scheduler.num_waiting == 16
+
+
+def test_floods_together_cannot_fill_the_queue_either() -> None:
+    bench = Flooded(seqs=1, waiting=128)
+    bench.ask("first flood", 10)
+    bench.step()
+    for tenant in ("first flood", "second flood", "third flood"):
+        for _ in range(60):
+            with suppress(EngineBusy):
+                bench.ask(tenant, 10)
+    for tenant in ("quiet", "as quiet"):
+        for _ in range(2):
+            bench.ask(tenant, 10)
+        with pytest.raises(EngineBusy):
+            bench.ask(tenant, 10)
 
 
 def test_the_tenant_that_holds_the_most_blocks_makes_room_and_the_oldest_is_left_alone() -> None:
