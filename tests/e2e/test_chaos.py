@@ -11,10 +11,8 @@ METERHOUSE_TEST_CHAOS_MODEL=default plays it on the real model, METERHOUSE_TEST_
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -249,14 +247,9 @@ def tally(crowd: Crowd, rows: dict[str, dict[str, Any]], orphans: int, charged: 
 
 
 @pytest.fixture
-def chaos_model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The model that was asked for, or the tiny one with room for `MAX_TOKENS`: it has no table of positions."""
-    if given := os.environ.get("METERHOUSE_TEST_CHAOS_MODEL"):
-        return given
-    folder = Path(shutil.copytree(request.getfixturevalue("tiny_model"), tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-    return str(folder)
+def chaos_model(request: pytest.FixtureRequest) -> str:
+    given = os.environ.get("METERHOUSE_TEST_CHAOS_MODEL")
+    return given or str(request.getfixturevalue("roomy_model"))
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_a_signal_during_the_start_ends_it_and_leaves_nothing(
 def receive_and_kill(server: ServerProcess, key: str, after: int) -> int:
     """Stream until `after` tokens came, then SIGKILL the server; how many tokens came in all."""
     received = 0
-    body = {"prompt": "abc", "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 0}
+    body = {"prompt": "abc", "max_tokens": 6000, "ignore_eos": True, "stream": True, "logprobs": 0}
     with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client:
         try:
             with client.stream("POST", "/v1/completions", json=body) as response:
@@ -197,16 +197,16 @@ def receive_and_kill(server: ServerProcess, key: str, after: int) -> int:
     raise AssertionError("the stream ended as if nothing had happened")
 
 
-def test_killed_server_settles_what_it_left(tiny_model: Path, tmp_path: Path) -> None:
+def test_killed_server_settles_what_it_left(roomy_model: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a stream; after the restart one event, no less than what was received."""
-    options: dict[str, Any] = {"model": tiny_model, "kv_cache_bytes": 64 << 20}
+    options: dict[str, Any] = {"model": roomy_model, "kv_cache_bytes": 64 << 20}
     with serve(tmp_path / "data", **options) as server:
         key = make_tenant(server, "t")
         received = receive_and_kill(server, key, after=5)
     with serve(tmp_path / "data", **options) as server:
         found = wait_usage(server, "t", 1)
         assert found["requests"] == 1
-        assert received <= found["completion_tokens"] <= 450
+        assert received <= found["completion_tokens"] <= 6000
         with server.admin() as admin:
             balance = admin.get("/tenants/t/balance").json()
             assert balance["held"] == "0.00"
