@@ -18,7 +18,7 @@ from tests.fixtures.server import ADMIN_KEY, serve
 
 WARMUP, REQUESTS, CONCURRENCY = 150, 350, 24
 CONTEXT = 512
-GROWTH_MAX_BYTES = 24 << 20  # both processes breathe by a few megabytes; 70 kB a request would be seen
+GROWTH_MAX_BYTES = 12 << 20  # both processes breathe by a few megabytes; 50 kB a request would be seen
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_nothing_is_left_of_hundreds_of_mixed_requests(
 ) -> None:
     soak, tokenizer = modules["soak"], Tokenizer(tiny_model)
     little: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "max_num_seqs": 16, "adapter_slots": 2}
-    limits = {"adapter_cache_bytes": 1 << 16, "request_timeout_s": 4, "queue_timeout_s": 3}
+    limits = {"adapter_cache_bytes": 1 << 16, "request_timeout_s": 1.5, "queue_timeout_s": 1.0}
 
     def mixture(base: str) -> Any:
         asked: dict[str, Any] = {"prompt_max": 300, "context": CONTEXT, "cut_s": 0.1, "seed": 1}
@@ -73,7 +73,7 @@ def test_nothing_is_left_of_hundreds_of_mixed_requests(
         sizes = [getattr(sample, which).rss_bytes for sample in watched]
         assert modules["processes"].Course(sizes).growth * sizes[0] < GROWTH_MAX_BYTES, (which, sizes)
     assert crowd.done == WARMUP + REQUESTS + 1
-    assert crowd.ends["ok"] > REQUESTS / 3
+    assert crowd.ends["ok"] > REQUESTS / 5
     assert {"cut", "insufficient_quota", "model_not_found", "context_length_exceeded"} <= crowd.ends.keys()
     for name in ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total", "meterhouse_adapter_evictions_total"):
         assert seen[name] > 0, f"{name}: the load is too gentle to show anything"
