@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from tests.generation import greedy, run, transformers_greedy_batch
 from tests.peft_adapters import make_adapter, peft_models, refer
 
 TOKENS = 32
-PATHS = ("on", "off")
-"""By the native step and by torch."""
+CACHE_BYTES = 18 << 20  # 25 blocks, which eight sequences outgrow
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -80,10 +79,10 @@ def test_twenty_prompts_equal_transformers(default_model: Path, prompts: list[li
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
     expected = transformers_greedy_batch(model, prompts, TOKENS)
     requests = [greedy(str(index), prompt, TOKENS) for index, prompt in enumerate(prompts)]
-    for native in PATHS:
-        tokens, _ = run(core(default_model, native=native, max_num_batched_tokens=48), requests)
-        for index, said in enumerate(expected):
-            assert tokens[str(index)] == said, f"prompt {index}, native {native}"
+    for native, some in (("on", slice(None)), ("off", slice(None, None, 3))):  # torch takes its time
+        tokens, _ = run(core(default_model, native=native, max_num_batched_tokens=48), requests[some])
+        for index in range(20)[some]:
+            assert tokens[str(index)] == expected[index], f"prompt {index}, native {native}"
 
 
 def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_three_adapters_in_one_batch_equal_peft(default_model: Path, prompts: li
         make_adapter(default_model, tmp_path / name, seed=seed, **config)
         for seed, (name, config) in enumerate(configs.items())
     ]
-    compare_with_peft(default_model, folders, prompts[:6])
+    compare_with_peft(default_model, folders, prompts[:5], paths=("on", "off"))
 
 
 def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts: list[list[int]]) -> None:
@@ -107,10 +106,11 @@ def test_the_demo_adapters_in_one_batch_equal_peft(default_model: Path, prompts:
         path.parent for path in (Path(__file__).parents[2] / "examples/adapters").glob("*/adapter_config.json")
     )
     assert len(folders) == 3
-    compare_with_peft(default_model, folders, prompts[:6])
+    compare_with_peft(default_model, folders, prompts[:5], paths=("on",))
 
 
-def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]) -> None:
+def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]], paths: Iterable[str]) -> None:
+    """Chunked prompts, prompts found in the cache, sequences preempted; `paths`: by the native step, by torch."""
     refs = {folder.name: refer(folder, folder.name) for folder in folders}
     names = [*refs, "base"]
     asked = {f"{names[index % len(names)]} {index}": prompt for index, prompt in enumerate(prompts * 2)}
@@ -127,9 +127,11 @@ def compare_with_peft(model: Path, folders: list[Path], prompts: list[list[int]]
             said = transformers_greedy_batch(reference, [asked[key] for key in keys], TOKENS)
         expected |= zip(keys, said, strict=True)
     assert len({tuple(said) for said in expected.values()}) > len(prompts)  # adapters change what is said
-    for native in PATHS:
-        engine = core(model, native=native, max_num_batched_tokens=64)
+    for native in paths:
+        engine = core(model, native=native, max_num_batched_tokens=64, max_model_len=256, kv_cache_bytes=CACHE_BYTES)
         for ref in refs.values():
             engine.load_adapter(ref)
         tokens, _ = run(engine, requests, apart=2)
         assert tokens == expected, f"native {native}"
+        assert engine.scheduler.stats.preemptions > 0
+        assert engine.scheduler.stats.prefix_hits > 0
