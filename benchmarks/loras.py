@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +13,14 @@ from engine.adapters import CONFIG_FILE, PROJECTIONS, WEIGHTS_FILE, shapes
 from engine.models.config import ModelConfig
 
 
-def write(folder: Path, model: ModelConfig, *, rank: int = 16, seed: int = 0) -> Path:
-    """An adapter of all seven projections of every layer, in `folder`."""
+def write(
+    folder: Path, model: ModelConfig, *, rank: int = 16, seed: int = 0, projections: Sequence[str] = PROJECTIONS
+) -> Path:
+    """An adapter of these projections of every layer, all seven if not said otherwise, in `folder`."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(model.layers):
-        for name in PROJECTIONS:
+        for name in projections:
             inputs, outputs = shapes(model)[name]
             part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             stem = f"base_model.model.model.layers.{layer}.{part}.{name}"
@@ -30,7 +33,7 @@ def write(folder: Path, model: ModelConfig, *, rank: int = 16, seed: int = 0) ->
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(PROJECTIONS),
+        "target_modules": list(projections),
         "bias": "none",
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config))
