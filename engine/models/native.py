@@ -106,9 +106,7 @@ class NativeLlama:
     @property
     def weight_bytes(self) -> int:
         """What a step reads of the base model's weights."""
-        layers = [
-            w.data.nbytes for layer in self._plan.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
+        layers = [w.data.nbytes for layer in self._plan.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(layers) + self._plan.head.data.nbytes
 
     @property
