@@ -78,7 +78,8 @@ async def test_streams_go_on_and_an_abort_is_heard_while_a_grammar_is_compiled(e
     after = await answer(engine, ask("after", Guide("choice", ("yes", "no"))))
     assert text(after) in ("yes", "no")
     refused = await answer(engine, ask("again", ENDLESS))  # it is known by now
-    assert refused[-1].error == "the grammar takes too long to compile"
+    limits = ("the grammar takes too long to compile", "the grammar is too large or nested too deeply")
+    assert refused[-1].error in limits  # which one it meets first is a matter of how fast the machine is
 
 
 async def test_the_process_that_tries_grammars_ends_with_the_engine(tiny_model: Path) -> None:

@@ -126,6 +126,15 @@ def test_the_scheduler_sees_a_long_batch_in_waves(llm: LLM, monkeypatch: pytest.
     assert done[99].first_token_s > done[0].finished_s
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as Python has it: a process that was started in the background ignores it from birth."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_batch_between_two_steps_and_the_next_one_is_served(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
