@@ -22,6 +22,7 @@ from engine.process import EngineProcess
 from engine.tokens import Tokenizer
 from engine.types import EngineConfig, Request, SamplingParams
 from engine.weights import resolve_model
+from kernels.native import default_cache_dir
 
 CONCURRENCY = (1, 8, 32)
 OUTPUT_TOKENS = 64
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=3, help="each number is the median of so many runs")
     asked = parser.parse_args()
-    cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse")).expanduser()
+    cache = default_cache_dir()
     model = resolve_model(asked.model, cache)
     load = busy()
     least = floor(model, 32 if asked.dtype == "float32" else 16)

@@ -17,13 +17,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine.core import EngineCore, build
 from engine.sampler import Sampler
 from engine.types import EngineConfig, Guide, Request, SamplingParams
 from engine.weights import resolve_model
+from kernels.native import default_cache_dir
 
 BATCHES = (1, 8, 32)
 STEPS = 48
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=5, help="pairs of batches at each size")
     asked = parser.parse_args()
-    cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse")).expanduser()
+    cache = default_cache_dir()
     model = resolve_model(asked.model, cache)
     core = build(EngineConfig(model=str(model), dtype=asked.dtype, max_num_seqs=max(BATCHES), max_model_len=512))
     steps = Steps(core)

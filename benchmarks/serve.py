@@ -39,6 +39,7 @@ from gateway.bench.lengths import Lengths
 from gateway.bench.statistics import Statistics, medians, of_record
 from gateway.bench.workload import Bodies, Synthetic
 from gateway.server import raise_file_limit
+from kernels.native import default_cache_dir
 
 OUTPUT_TOKENS = 64
 WORKLOADS = {"short": "59", "mixed": "59,229,829", "lora": "59"}
@@ -303,7 +304,7 @@ def load(path: Path | None) -> list[Row]:
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server that runs is ended too
     asked = parse()
-    cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse")).expanduser()
+    cache = default_cache_dir()
     model = resolve_model(asked.model, cache)
     console = Console(width=240, soft_wrap=True, highlight=False, markup=False)
     absent: list[str] = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import re
 import signal
@@ -40,6 +39,7 @@ from engine.tokens import Tokenizer
 from engine.weights import resolve_model
 from gateway.bench.client import Reply, Target, ask
 from gateway.client import AdminClient, CallFailed
+from kernels.native import default_cache_dir
 
 CONCURRENCY = 32
 SAMPLE_EVERY = 50  # requests
@@ -503,7 +503,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended too
     asked = parse()
-    cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse")).expanduser()
+    cache = default_cache_dir()
     model = resolve_model(asked.model, cache)
     tokenizer = Tokenizer(model)
 

@@ -75,7 +75,7 @@ def opened(cache_dir: Path) -> ctypes.CDLL:
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept as well."""
+    """Where converted models are kept as well: METERHOUSE_CACHE_DIR, else a folder in the home."""
     return Path(os.environ.get("METERHOUSE_CACHE_DIR") or "~/.cache/meterhouse").expanduser()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.weights import DEFAULT_MODEL, resolve_model
+from kernels.native import default_cache_dir
 
 HERE = Path(__file__).parent
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -134,8 +134,7 @@ def main() -> None:
     asked = parser.parse_args()
     if unknown := set(asked.manners) - set(MANNERS):
         parser.error(f"no such manner: {', '.join(sorted(unknown))}")
-    cache = Path(os.environ.get("METERHOUSE_CACHE_DIR", "~/.cache/meterhouse"))
-    folder = resolve_model("default", cache)
+    folder = resolve_model("default", default_cache_dir())
     for name in asked.manners:
         train(name, folder)
 

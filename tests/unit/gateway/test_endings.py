@@ -140,21 +140,26 @@ def test_deadline(make_gateway: MakeGateway, stream: bool) -> None:
     tokens_match(gateway, [event])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_waits_too_long_in_the_queue(make_gateway: MakeGateway, stream: bool) -> None:
-    gateway = make_gateway(engine=slow_engine(max_num_seqs=1, queue_timeout_s=0.05))
-    key = gateway.tenant()
+def ask_behind_a_stream(gateway: RunningGateway, key: str, *, stream: bool) -> httpx.Response:
+    """What a request is told that comes while a stream has the engine."""
     with (
         gateway.http(key) as client,
         client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as busy,
     ):
         lines = busy.iter_lines()
         next(lines)
-        late = httpx.post(
+        return httpx.post(
             f"{gateway.url}/v1/chat/completions",
             json={**CHAT, "stream": stream},
             headers={"authorization": f"Bearer {key}"},
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_too_long_in_the_queue(make_gateway: MakeGateway, stream: bool) -> None:
+    gateway = make_gateway(engine=slow_engine(max_num_seqs=1, queue_timeout_s=0.05))
+    key = gateway.tenant()
+    late = ask_behind_a_stream(gateway, key, stream=stream)
     assert late.status_code == 503
     assert late.headers["retry-after"] == "5"
     assert late.json()["error"]["code"] == "queue_timeout"
@@ -173,17 +178,7 @@ def test_a_request_waits_too_long_in_the_queue(make_gateway: MakeGateway, stream
 def test_an_error_frame_ends_a_stream_that_waited_too_long_behind_keep_alives(make_gateway: MakeGateway) -> None:
     gateway = make_gateway(engine=slow_engine(max_num_seqs=1, queue_timeout_s=0.3), keepalive_s=0.05)
     key = gateway.tenant()
-    with (
-        gateway.http(key) as client,
-        client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as busy,
-    ):
-        lines = busy.iter_lines()
-        next(lines)
-        late = httpx.post(
-            f"{gateway.url}/v1/chat/completions",
-            json={**CHAT, "stream": True},
-            headers={"authorization": f"Bearer {key}"},
-        )
+    late = ask_behind_a_stream(gateway, key, stream=True)
     assert late.status_code == 200
     assert ": keep-alive" in late.text
     assert read_chunks(late.text.splitlines())[-1]["error"]["code"] == "queue_timeout"
