@@ -32,6 +32,7 @@ CLICKHOUSE_FOLDER = Path(__file__).parent / "clickhouse"
 LEDGER_FOLDER = Path(__file__).parent / "ledger"
 CHDB_DATABASE = "meterhouse"  # `metering.clickhouse`, which may not be imported here, has the same
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
+_UNUSED = frozenset(range(3, 10))  # numbers that may be left out: kept free for files that were written side by side
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|$)")
 _LOCK_ID = 0x6D65746572  # PostgreSQL's advisory locks are numbers
 
@@ -73,7 +74,7 @@ def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[st
 
 
 def read_folder(folder: Path) -> list[Migration]:
-    """The numbered files in order, without a gap from 1. Raises `MigrationError`."""
+    """The numbered files in order, from 1 on; none is missing but those known to be unused. Raises `MigrationError`."""
     migrations = []
     for path in sorted(folder.glob("*.sql")):
         match = _FILE_NAME.fullmatch(path.name)
@@ -86,7 +87,9 @@ def read_folder(folder: Path) -> list[Migration]:
                 int(match[1]), path.stem, hashlib.sha256(data).hexdigest(), [s for s in statements if _has_sql(s)]
             )
         )
-    if [m.number for m in migrations] != list(range(1, len(migrations) + 1)):
+    numbers = [m.number for m in migrations]
+    wanted = [number for number in range(1, max(numbers, default=0) + 1) if number not in _UNUSED - set(numbers)]
+    if numbers != wanted:
         raise MigrationError(f"the numbers of the files in {folder.name} have a gap or a double")
     return migrations
 
