@@ -33,9 +33,11 @@ def sample_books(telemetry: Telemetry, billing: Billing, spool: Spool, journal: 
 
 
 def sample_delivery(telemetry: Telemetry, usage: UsageStore, drains: Iterable[Drain]) -> None:
-    """The alarms of the way out of the spool."""
+    """How the way out of the spool goes, and its alarms."""
     buried = 0
     for drain in drains:
         telemetry["meterhouse_stuck_events"].labels(drain.consumer).set(drain.stuck)
+        telemetry.counted_elsewhere("meterhouse_delivered_events_total", drain.consumer, drain.delivered_total)
+        telemetry.counted_elsewhere("meterhouse_delivery_failures_total", drain.consumer, drain.failures_total)
         buried += drain.buried_total
     telemetry.alarms({"store_conflict": usage.conflicts_total, "dead_letter": buried})

@@ -99,8 +99,15 @@ def create_gateway(
         telemetry=telemetry,
         started_s=clock_us() // 1_000_000,
     )
-    health = Health(engine=engine, spool=spool, capture=capture, admission=admission, cache_s=settings.ready_cache_s)
-    telemetry.sample_with(lambda: sample(telemetry, engine, spool, capture, clock_us))
+    health = Health(
+        engine=engine,
+        spool=spool,
+        journal=journal,
+        capture=capture,
+        admission=admission,
+        cache_s=settings.ready_cache_s,
+    )
+    telemetry.sample_with(lambda: sample(telemetry, engine, spool, journal, capture, clock_us))
     telemetry.sample_with(lambda: sample_books(telemetry, billing, spool, journal))
     app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin)
     return Gateway(app, edge, admission, capture, telemetry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from litestar import Response, get
 from litestar.di import NamedDependency
@@ -22,7 +23,8 @@ from gateway import paths
 from gateway.admission import Admission
 from gateway.capture import PROBE_PREFIX, Capture
 from gateway.telemetry import Telemetry
-from metering.spool import Spool
+from metering.journal import Journal
+from metering.spool import Spool, SpoolBroken
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -30,9 +32,19 @@ PROBE_TIMEOUT_S = 10.0
 class Health:
     """The probe and its last result. One probe runs at a time; who asks meanwhile waits for it."""
 
-    def __init__(self, *, engine: Engine, spool: Spool, capture: Capture, admission: Admission, cache_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        spool: Spool,
+        journal: Journal,
+        capture: Capture,
+        admission: Admission,
+        cache_s: float,
+    ) -> None:
         self._engine = engine
         self._spool = spool
+        self._journal = journal
         self._capture = capture
         self._admission = admission
         self._cache_s = cache_s
@@ -48,7 +60,7 @@ class Health:
             return "shutting down"
         if not self._engine.ready:
             return "the engine is not up"
-        if not self._spool.writable():
+        if not (self._spool.writable() and self._journal.writable()):
             return "usage cannot be recorded"
         async with self._lock:
             if time.monotonic() - max(self._probed_s, self._capture.last_progress_s) < self._cache_s:
@@ -105,14 +117,25 @@ async def metrics(health: NamedDependency[Health], telemetry: NamedDependency[Te
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def sample(telemetry: Telemetry, engine: Engine, spool: Spool, capture: Capture, clock_us: Callable[[], int]) -> None:
+def sample(
+    telemetry: Telemetry,
+    engine: Engine,
+    spool: Spool,
+    journal: Journal,
+    capture: Capture,
+    clock_us: Callable[[], int],
+) -> None:
     """Set the gauges that are read at a scrape."""
     telemetry.engine_state(engine.ready, engine.restarts)
     telemetry.engine_load(engine.stats)
     telemetry["meterhouse_open_requests"].set(capture.open_count)
     telemetry["meterhouse_spool_writable"].set(1 if spool.writable() else 0)
-    for consumer in spool.consumers:
-        oldest_us = spool.oldest_unacked_us(consumer)
-        age_s = 0.0 if oldest_us is None else max(0, clock_us() - oldest_us) / 1e6
-        telemetry["meterhouse_spool_pending_events"].labels(consumer).set(spool.count(consumer))
-        telemetry["meterhouse_spool_oldest_seconds"].labels(consumer).set(age_s)
+    telemetry["meterhouse_spool_bytes"].set(spool.nbytes)
+    telemetry["meterhouse_journal_writable"].set(1 if journal.writable() else 0)
+    telemetry["meterhouse_journal_bytes"].set(journal.nbytes)
+    with suppress(SpoolBroken):  # it is counted; what was seen last stands
+        for consumer in spool.consumers:
+            oldest_us = spool.oldest_unacked_us(consumer)
+            age_s = 0.0 if oldest_us is None else max(0, clock_us() - oldest_us) / 1e6
+            telemetry["meterhouse_spool_pending_events"].labels(consumer).set(spool.count(consumer))
+            telemetry["meterhouse_spool_oldest_seconds"].labels(consumer).set(age_s)

@@ -108,7 +108,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_cache_s: Annotated[float, Meta(ge=0, description="how long a readiness probe's result stands")] = 5.0
 
     spool_max_bytes: Annotated[int, Meta(ge=1 << 20, description="settlements kept before 503 is answered")] = 1 << 30
+    spool_max_age_s: Annotated[
+        float, Meta(gt=0, description="the oldest settlement may wait this long for a store before 503 is answered")
+    ] = 604_800.0
+    disk_min_free_bytes: Annotated[
+        int, Meta(ge=0, description="free on the data folder's disk, for what runs; with less 503 is answered")
+    ] = 256 << 20
     journal_max_bytes: Annotated[int, Meta(ge=1 << 16, description="size of one journal segment")] = 16 << 20
+    journal_max_age_s: Annotated[float, Meta(gt=0, description="age at which a journal segment is closed")] = 3600.0
+    journal_total_max_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="all journal segments before 503 is answered")
+    ] = 1 << 30
     idempotency_max_bytes: Annotated[int, Meta(ge=1 << 16, description="answers kept for retries")] = 256 << 20
     idempotency_ttl_s: Annotated[int, Meta(ge=1, description="how long an Idempotency-Key is remembered")] = 86_400
 

@@ -113,7 +113,13 @@ class Stores:
         self._go_on()
         self.usage = UsageStore(settings.clickhouse)
         self._stack.callback(self.usage.close)
-        self.spool = Spool(settings.spool_dir / "spool.sqlite3", max_bytes=settings.spool_max_bytes)
+        self.spool = Spool(
+            settings.spool_dir / "spool.sqlite3",
+            max_bytes=settings.spool_max_bytes,
+            max_age_s=settings.spool_max_age_s,
+            min_free_bytes=settings.disk_min_free_bytes,
+            clock_us=self._clock_us,
+        )
         self._stack.callback(self.spool.close)
         self._go_on()
         orphans = recover_orphans(settings.journal_dir, self.spool, self._clock_us(), settings.gateway_id)
@@ -121,7 +127,13 @@ class Stores:
         if orphans:
             log.warning("recovered_requests", count=len(orphans))
             progress(f"Settled {len(orphans)} requests that an earlier server left running")
-        self.journal = Journal(settings.journal_dir, settings.journal_max_bytes, on_retired=self.spool.forget)
+        self.journal = Journal(
+            settings.journal_dir,
+            settings.journal_max_bytes,
+            on_retired=self.spool.forget,
+            max_total_bytes=settings.journal_total_max_bytes,
+            max_age_s=settings.journal_max_age_s,
+        )
         self._stack.callback(self.journal.close)
         self.answers = Store(
             settings.data_dir / "idempotency.sqlite3",

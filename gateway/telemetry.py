@@ -77,6 +77,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_spool_pending_events", "gauge", "Settled events not yet delivered.", ("consumer",)),
     MetricSpec("meterhouse_spool_oldest_seconds", "gauge", "Age of the oldest of them, 0 if none.", ("consumer",)),
     MetricSpec("meterhouse_spool_writable", "gauge", "1 while new settlements can be written."),
+    MetricSpec("meterhouse_spool_bytes", "gauge", "Bytes of settled events that wait, on disk and in memory."),
+    MetricSpec("meterhouse_journal_writable", "gauge", "1 while new requests can be journalled."),
+    MetricSpec("meterhouse_journal_bytes", "gauge", "Bytes of all journal segments."),
+    MetricSpec("meterhouse_delivered_events_total", "counter", "Events a consumer has taken.", ("consumer",)),
+    MetricSpec("meterhouse_delivery_failures_total", "counter", "Deliveries to be tried again.", ("consumer",)),
     MetricSpec("meterhouse_stuck_events", "gauge", "Events a consumer refuses and nothing buries.", ("consumer",)),
     MetricSpec("meterhouse_unrated_requests", "gauge", "Requests served without a charge: they need a price."),
     MetricSpec("meterhouse_holds_open", "gauge", "Holds on balances; 0 when nothing runs."),
@@ -101,8 +106,8 @@ ALARM_KINDS = (
     "usage_unrated",  # usage came to the ledger and no price was found
     "hold_exceeded",  # a request cost more than was held for it
     "spool_conflict",  # an event id was settled twice, with different content
-    "spool_failure",  # the disk refused a commit of settlements
-    "spool_quarantined",  # a spool row is not what was settled; counted from the file's beginning
+    "spool_failure",  # the disk refused a commit of settlements, or a read
+    "spool_quarantined",  # a spool row is not what was settled, or is lost; counted from the file's beginning
     "journal_damaged",  # a stretch of the journal cannot be read; counted from the folder's beginning
     "journal_unknown",  # the engine told of a request that is not open
     "store_conflict",  # a second content of an event id came to the usage store
@@ -129,9 +134,8 @@ class Telemetry:
         self._metrics["meterhouse_build_info"].labels(version, model_name).set(1)
         self._tokens = [self._metrics["meterhouse_tokens_total"].labels(kind) for kind in TOKEN_KINDS]
         self._settled = [self._metrics["meterhouse_settled_tokens_total"].labels(kind) for kind in TOKEN_KINDS]
-        self._alarms = dict.fromkeys(ALARM_KINDS, 0)
-        for kind in ALARM_KINDS:
-            self._metrics["meterhouse_alarms_total"].labels(kind)
+        self._totals: dict[tuple[str, str], int] = {}
+        self.alarms(dict.fromkeys(ALARM_KINDS, 0))
         self._stats = EngineStats()
         self._restarts = 0
         self._samplers: list[Callable[[], None]] = []
@@ -207,10 +211,15 @@ class Telemetry:
     def alarms(self, totals: Mapping[str, int]) -> None:
         """Take what other parts have counted since their start, by kind."""
         for kind, total in totals.items():
-            grown = total - self._alarms.get(kind, 0)
-            if grown > 0:
-                self["meterhouse_alarms_total"].labels(kind).inc(grown)
-            self._alarms[kind] = total
+            self.counted_elsewhere("meterhouse_alarms_total", kind, total)
+
+    def counted_elsewhere(self, name: str, label: str, total: int) -> None:
+        """Bring a counter with one label to what another part has counted since its start."""
+        grown = total - self._totals.get((name, label), 0)
+        counter = self[name].labels(label)
+        if grown > 0:
+            counter.inc(grown)
+        self._totals[name, label] = total
 
     def sample_with(self, sampler: Callable[[], None]) -> None:
         """Call `sampler` before every scrape; it sets gauges that are cheap to read and costly to keep."""

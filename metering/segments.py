@@ -217,6 +217,8 @@ def read_folder(folder: Path, through: int) -> Folder:
         damage += [(number, *stretch) for stretch in found.damage]
         for stretch in found.damage:
             log.error("journal: %s: %d damaged bytes at %d", path.name, stretch.length, stretch.offset)
+        if found.torn:
+            log.warning("journal: %s: its last %d bytes are no whole record: torn", path.name, found.torn)
         for payload in found.payloads:
             try:
                 record = _decoder.decode(payload)

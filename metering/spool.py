@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shutil
 import sqlite3
 import threading
@@ -23,7 +24,7 @@ import msgspec
 from metering.disk import database_damage, fsync
 from metering.events import UsageEvent, VersionError, decode, encode
 from metering.lock import FileLock
-from metering.salvage import adopt, salvage
+from metering.salvage import adopt, mend, note, salvage
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ CREATE TABLE IF NOT EXISTS quarantine (     -- rows whose bytes are not what was
 _VERSION = 2  # grows with the events': code that does not know their version must not open the file
 _BATCH = 4096  # settlements in one transaction: bounds the time to the first acknowledgement
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+CONSUMERS = ("clickhouse", "ledger")
 
 
 class SpoolError(Exception):
@@ -111,24 +114,29 @@ class Spool:
     """One file, one process, many threads. All methods but `close` are thread-safe and may be called at any time.
 
     Counters (from the start of this object): `settled_total`, `conflicts_total`, `failures_total` (failed
-    commits); `quarantined_total` counts from the file's beginning.
+    commits and reads); `quarantined_total` counts from the file's beginning.
     """
 
     def __init__(
         self,
         path: Path,
-        consumers: tuple[str, ...] = ("clickhouse", "ledger"),
+        consumers: tuple[str, ...] = CONSUMERS,
         max_bytes: int = 256 << 20,
+        max_age_s: float = math.inf,
         min_free_bytes: int = 16 << 20,
+        clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """`max_bytes` of events that wait, `min_free_bytes` free on the disk: past either, `writable` is False.
+        """`max_bytes` of events that wait, the oldest of them `max_age_s` old by `clock_us`, `min_free_bytes` free on
+        the disk: past any of these, `writable` is False.
 
         Raises `SpoolError` when the file belongs to a living process or cannot be used.
         """
         self.path = path
         self.consumers = consumers
         self.max_bytes = max_bytes
+        self.max_age_s = max_age_s
         self.min_free_bytes = min_free_bytes
+        self._clock_us = clock_us
         self.settled_total = self.conflicts_total = self.failures_total = self.quarantined_total = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file_lock = FileLock(path.with_name(path.name + ".lock"))
@@ -147,6 +155,7 @@ class Spool:
         self._changes: list[_Change] = []
         self._queued_bytes = 0
         self._broken: SpoolBroken | None = None
+        self._damaged = False
         self._closing = self._giving_up = False
         self._thread = threading.Thread(target=self._run, name="spool-committer", daemon=True)
         self._thread.start()
@@ -181,10 +190,13 @@ class Spool:
     def writable(self) -> bool:
         """False: take no new request. Settlements of requests that run are taken all the same."""
         with self._wake:
-            if self._closing or self._broken is not None:
+            if self._closing or self._damaged or self._broken is not None:
                 return False
             if self._stored_bytes + self._queued_bytes >= self.max_bytes:
                 return False
+            oldest_us = self._oldest_us
+        if oldest_us is not None and self._clock_us() - oldest_us >= self.max_age_s * 1e6:
+            return False
         try:
             return shutil.disk_usage(self.path.parent).free >= self.min_free_bytes
         except OSError:
@@ -264,6 +276,20 @@ class Spool:
 
         self._change(work)
 
+    def missed(self, event_ids: Sequence[str]) -> None:
+        """These were settled here, as somebody else can tell, and the file does not know them: damage to be told."""
+        if not event_ids:
+            return
+
+        def work(db: sqlite3.Connection) -> int:
+            for event_id in event_ids:
+                note(db, "the file had lost it; it is settled again from the journal", event_id)
+            return 0
+
+        self._change(work).result()
+        self.quarantined_total += len(event_ids)
+        log.error("spool: %d settlements were lost by the file and are settled again", len(event_ids))
+
     # -- looking ---------------------------------------------------------------------------------
 
     def oldest_unacked_us(self, consumer: str) -> int | None:
@@ -310,31 +336,40 @@ class Spool:
         failures = 0
         while True:
             with self._wake:
-                while not (self._queued or self._changes or self._closing):
+                while not (self._queued or self._changes or self._closing or self._broken):
                     self._wake.wait()
-                if self._giving_up or not (self._queued or self._changes):
+                if self._giving_up or (self._closing and not (self._queued or self._changes)):
                     break
                 entries = list(self._queued.values())[:_BATCH]
                 changes, self._changes = self._changes, []
             try:
-                verdicts, freed = self._commit(entries, changes)
+                verdicts, freed, oldest_us = self._commit(entries, changes)
             except Exception as error:  # whatever it is, the settlements must outlive it
-                self._failed(error, changes)
+                self._failed(error, changes, told=not (entries or changes))
                 self._pause(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
             else:
                 failures = 0
-                self._committed(entries, verdicts, changes, freed)
+                self._committed(entries, verdicts, changes, freed, oldest_us)
         self._abandon()
 
-    def _commit(self, entries: list[_Entry], changes: list[_Change]) -> tuple[list[str], int]:
-        """One transaction: what became of each entry ("new", "same", "conflict"), and the bytes that were freed."""
+    def _commit(self, entries: list[_Entry], changes: list[_Change]) -> tuple[list[str], int, int | None]:
+        """One transaction: what became of each entry ("new", "same", "conflict"), the bytes that were freed, and the
+        time of the oldest event that waits now."""
         db = self._writer
         db.execute("BEGIN IMMEDIATE")
         verdicts = [self._insert(db, entry) for entry in entries]
         freed = sum(change.work(db) for change in changes)
+        if not entries and not changes:  # nothing to be done but to see whether the disk takes writes again
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+        oldest_us = self._oldest(db)
         db.execute("COMMIT")
-        return verdicts, freed
+        return verdicts, freed, oldest_us
+
+    def _oldest(self, db: sqlite3.Connection) -> int | None:
+        sql = "SELECT MIN(ts_us) FROM delivery WHERE consumer = ?"
+        found = [db.execute(sql, (consumer,)).fetchone()[0] for consumer in self.consumers]
+        return min((ts_us for ts_us in found if ts_us is not None), default=None)
 
     def _insert(self, db: sqlite3.Connection, entry: _Entry) -> str:
         event_id = entry.event.event_id
@@ -355,9 +390,14 @@ class Spool:
         )
         return "new"
 
-    def _committed(self, entries: list[_Entry], verdicts: list[str], changes: list[_Change], freed: int) -> None:
+    def _committed(
+        self, entries: list[_Entry], verdicts: list[str], changes: list[_Change], freed: int, oldest_us: int | None
+    ) -> None:
         with self._wake:
+            if self._broken is not None:
+                log.warning("spool: the disk takes writes again")
             self._broken = None
+            self._oldest_us = oldest_us
             self._stored_bytes -= freed
             for entry, verdict in zip(entries, verdicts, strict=True):
                 del self._queued[entry.event.event_id]
@@ -374,15 +414,17 @@ class Spool:
         for change in changes:
             change.future.set_result(None)
 
-    def _failed(self, error: Exception, changes: list[_Change]) -> None:
-        """Undo, tell everyone who waits, keep the settlements."""
+    def _failed(self, error: Exception, changes: list[_Change], *, told: bool) -> None:
+        """Undo, tell everyone who waits, keep the settlements. `told`: nobody waits, it was another look."""
         full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
         broken = (SpoolFull if full else SpoolBroken)(f"the spool cannot be written: {error}")
-        log.error("spool: commit failed, settlements stay queued: %s", error)
+        if not told:
+            log.error("spool: commit failed, settlements stay queued: %s", error)
         waiting = [change.future for change in changes]
         with self._wake:
-            self.failures_total += 1
+            self.failures_total += not told
             self._broken = broken
+            self._damaged = self._damaged or _is_damage(error)
             for entry in self._queued.values():
                 waiting += entry.futures
                 entry.futures = []
@@ -435,8 +477,8 @@ class Spool:
                     "SELECT COALESCE(SUM(length(body)), 0) FROM settled WHERE seq = ?", (seq,)
                 ).fetchone()
                 db.execute(
-                    "INSERT OR IGNORE INTO quarantine "
-                    "SELECT seq, event_id, ?2, digest, body FROM settled WHERE seq = ?1",
+                    "INSERT OR IGNORE INTO quarantine SELECT ?1, COALESCE(event_id, x''), ?2, COALESCE(digest, x''), "
+                    "COALESCE(body, x'') FROM (SELECT 1) LEFT JOIN settled ON seq = ?1",
                     (seq, reason),
                 )
                 db.execute("DELETE FROM settled WHERE seq = ?", (seq,))
@@ -470,6 +512,8 @@ class Spool:
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {_VERSION}")
         fsync(self.path.parent)
+        mend(db, self.consumers, {*CONSUMERS, *self.consumers})
+        self._oldest_us = self._oldest(db)
         self._stored_bytes = int(db.execute("SELECT COALESCE(SUM(length(body)), 0) FROM settled").fetchone()[0])
         (self.quarantined_total,) = db.execute("SELECT COUNT(*) FROM quarantine").fetchone()
         return db
@@ -490,7 +534,17 @@ class Spool:
             except sqlite3.ProgrammingError as error:
                 raise SpoolClosed("the spool is closed") from error
             except sqlite3.Error as error:
+                with self._wake:
+                    self.failures_total += 1
+                    self._damaged = self._damaged or _is_damage(error)
                 raise SpoolBroken(f"the spool cannot be read: {error}") from error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the file's pages are not what was written: the next start salvages what it can, until then nothing
+    new is let in."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _DAMAGE
 
 
 def _checked(event_id: Any, digest: Any, body: Any) -> tuple[UsageEvent | None, str]:

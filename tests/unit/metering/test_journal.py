@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from metering.counts import HOUR_US, CountRow
 from metering.events import Outcome
 from metering.frames import MAGIC, frame, scan
 from metering.journal import Journal, JournalError, OpenedRecord, recover_orphans
+from metering.segments import live_segments
 from metering.spool import Spool
 from tests.orphans import orphans_of
 
@@ -123,8 +127,15 @@ def test_a_spool_that_lost_a_settled_row_gets_it_from_the_journal(
     journal.opened(opened(1))
     journal.step([("id-00001", counts(5))])
     journal.settled("id-00001")
+    again = crashed(folder, tmp_path / "again")
     (event,) = recover_orphans(crashed(folder, tmp_path / "left"), spool, 7, "g")
     assert event.completion_tokens == 5
+    assert spool.quarantined_total == 1, "a settlement that the disk lost is told"
+    spool.missed(["id-00001"])
+    assert recover_orphans(again, spool, 8, "g") == []
+    with sqlite3.connect(spool.path) as db:
+        assert db.execute("SELECT CAST(event_id AS TEXT) FROM quarantine").fetchall() == [("id-00001",)], "told once"
+    db.close()
 
 
 def test_a_journal_is_not_opened_over_unsettled_requests(
@@ -169,6 +180,92 @@ def test_rotation_carries_what_is_open_and_keeps_the_totals(folder: Path, spool:
     assert set(forgotten) <= {f"id-{i:05d}" for i in range(1, 60)}
     assert len(forgotten) == len(set(forgotten)) > 40
     assert [o.counts.completion for o in orphans_of(folder)] == [59]
+
+
+def test_a_segment_is_closed_by_its_age(folder: Path) -> None:
+    now_s, forgotten = [0.0], list[str]()
+    journal = Journal(folder, on_retired=forgotten.extend, max_age_s=60.0, clock_s=lambda: now_s[0])
+    journal.opened(opened(1))
+    journal.settled("id-00001")
+    now_s[0] = 59.9
+    journal.opened(opened(2))
+    assert len(live_segments(folder)) == 1
+    now_s[0] = 60.0
+    journal.step([("id-00002", counts(1))])
+    journal._worker.submit(lambda: None).result()
+    assert forgotten == ["id-00001"]
+    assert [number for number, _ in live_segments(folder)] == [2]
+    assert [o.counts.completion for o in orphans_of(folder)] == [1]
+    journal.close()
+
+
+def test_segments_that_cannot_leave_are_bounded_and_leave_when_they_can(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metering.journal._RETRY_S", 0.01)
+    journal = Journal(folder, max_bytes=1000, max_total_bytes=4000)
+    add, failing = journal._totals.add, True
+
+    def refuse(*arguments: Any) -> None:
+        if failing:
+            raise sqlite3.OperationalError("database or disk is full")
+        add(*arguments)
+
+    monkeypatch.setattr(journal._totals, "add", refuse)
+    journal.opened(opened(0))
+    i = 0
+    while journal.nbytes < 4000:
+        i += 1
+        journal.opened(opened(i))
+        journal.settled(f"id-{i:05d}")
+    with pytest.raises(JournalError, match="4000 bytes"):
+        journal.opened(opened(100))
+    assert 4000 <= journal.nbytes < 6000
+    assert not journal.writable()
+    journal.step([("id-00000", counts(7))])  # what runs is journalled all the same
+    failing = False
+    deadline = time.monotonic() + 10
+    while not journal.writable():
+        assert time.monotonic() < deadline, "nothing is appended any more, so it has to try itself"
+        time.sleep(0.01)
+    journal.opened(opened(101))
+    (row,) = journal.totals(HOUR, HOUR + 1)
+    assert (row.requests, row.completion) == (i + 2, 7)
+    journal.close()
+
+
+def test_the_beginning_of_a_segment_that_could_not_be_made_is_in_nobodys_way(journal: Journal, folder: Path) -> None:
+    (folder / "segment-0000000002.mhj").write_bytes(b"half a head of an earlier attempt" * 100)
+    journal.opened(opened(1))
+    journal._rotate_at = 0
+    journal.step([("id-00001", counts(1))])
+    journal._worker.submit(lambda: None).result()
+    assert orphans_of(folder) == [(opened(1), counts(1))]
+    assert only_segment(folder).name == "segment-0000000002.mhj"
+
+
+def test_what_an_fsync_refused_is_written_anew_before_the_old_goes(
+    journal: Journal, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metering.journal._RETRY_S", 0.01)
+    synced: list[str] = []
+
+    def fsync(path: Path) -> None:
+        synced.append(path.name)
+        if len(synced) == 1:
+            raise OSError("Input/output error")
+
+    monkeypatch.setattr("metering.journal.fsync", fsync)
+    journal.opened(opened(1))
+    journal._rotate_at = 0
+    journal.step([("id-00001", counts(1))])
+    deadline = time.monotonic() + 10
+    while live_segments(folder)[0][0] != 3:
+        assert time.monotonic() < deadline
+        journal.step([("id-00001", counts(2))])
+        time.sleep(0.005)
+    assert synced[0] == "segment-0000000002.mhj"
+    assert orphans_of(folder)[0].counts.completion == 2
 
 
 def test_totals_are_right_at_every_moment_of_a_rotation(folder: Path) -> None:
@@ -291,8 +388,15 @@ def test_a_disk_that_takes_half_a_record_takes_none(
     monkeypatch.setattr("os.write", lambda fd, data: write(fd, data[: len(data) // 2]))
     with pytest.raises(JournalError, match="cannot be written"):
         journal.step([("id-00001", counts(1))])
+    assert not journal.writable()
+    monkeypatch.setattr("os.ftruncate", lambda fd, size: os.close(-1))  # and the half cannot be taken back
+    with pytest.raises(JournalError):
+        journal.step([("id-00001", counts(1))])
+    with pytest.raises(JournalError):
+        journal.step([("id-00001", counts(1))])
     monkeypatch.undo()
     journal.step([("id-00001", counts(2))])
+    assert journal.writable()
     assert scan(only_segment(folder).read_bytes()).damage == []
     assert orphans_of(folder)[0].counts.completion == 2
 

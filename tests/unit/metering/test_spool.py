@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -345,6 +347,126 @@ def test_a_salvage_that_was_killed_is_finished(path: Path) -> None:
     assert spool.pending("clickhouse", 100) == events
     spool.close()
     assert not whole.exists()
+
+
+def test_an_idle_spool_finds_out_by_itself_that_the_disk_takes_writes_again(path: Path) -> None:
+    spool = SmallDisk(path)
+    spool.settle(make_event(0)).result()
+    spool.pages = 1  # no page is left, and the connection is opened anew after each failure
+    spool._writer.execute("PRAGMA max_page_count = 1")
+    spool.forget(["id-00000"] * 3)
+    failed = spool._change(lambda db: db.execute("CREATE TABLE more (x)").rowcount)
+    with pytest.raises(SpoolError):
+        failed.result(10)
+    assert not spool.writable()
+    spool.pages = 10_000
+    deadline = time.monotonic() + 10
+    while not spool.writable():
+        assert time.monotonic() < deadline, "nobody asks anything of it, so it has to look itself"
+        time.sleep(0.01)
+    assert spool.failures_total == 1, "a look is no failure"
+    spool.close()
+
+
+def test_the_oldest_that_waits_closes_the_door_by_its_age(path: Path) -> None:
+    now_us = [1_000_000]
+    spool = Spool(path, max_age_s=1.0, clock_us=lambda: now_us[0])
+    wait([spool.settle(make_event(i)) for i in (3, 1, 2)])
+    now_us[0] = 2_000_000
+    assert spool.writable()
+    now_us[0] = 2_000_001
+    assert not spool.writable()
+    for consumer in BOTH:
+        spool.ack(consumer, ["id-00001"])
+    assert spool.writable()
+    now_us[0] = 2_000_002
+    assert not spool.writable()
+    spool.close()
+    again = Spool(path, max_age_s=1.0, clock_us=lambda: now_us[0])
+    assert not again.writable()
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM delivery WHERE seq = 2",
+        "UPDATE delivery SET seq = 99 WHERE seq = 2 AND consumer = 'ledger'",
+        "UPDATE delivery SET consumer = CAST(x'6c65e46765' AS TEXT) WHERE seq = 2 AND consumer = 'ledger'",
+    ],
+)
+def test_rows_of_who_lacks_what_that_contradict_each_other_cost_no_event(path: Path, damage: str) -> None:
+    spool = Spool(path)
+    events = [make_event(i) for i in range(4)]
+    wait([spool.settle(event) for event in events])
+    spool.ack("ledger", [events[0].event_id])
+    spool.close()
+    with sqlite3.connect(path) as db:
+        db.execute(damage)
+    db.close()
+    for _ in range(2):
+        spool = Spool(path)
+        for consumer in BOTH:
+            assert spool.pending(consumer, 9) == events, "all of them again: who has one counts it once"
+        assert spool.oldest_unacked_us("ledger") == events[0].ts_us
+        assert spool.quarantined_total == 1
+        spool.close()
+
+
+def test_an_event_that_is_gone_under_its_row_is_told_for_ever(path: Path, spool: Spool) -> None:
+    spool.settle(make_event(1)).result()
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM settled")
+    db.close()
+    assert spool.pending("ledger", 9) == spool.pending("clickhouse", 9) == []
+    spool.close()
+    again = Spool(path)
+    assert again.quarantined_total == 1
+    again.close()
+
+
+def test_pages_that_are_damaged_under_it_close_the_door_until_the_next_start_salvages(path: Path) -> None:
+    events = filled(path, 400)
+    spool = Spool(path)
+    with path.open("r+b") as file:
+        for page in range(1, path.stat().st_size // 4096):
+            file.seek(page * 4096)
+            file.write(b"\xaa" * 40)
+    with pytest.raises(SpoolError, match="cannot be read"):
+        spool.pending("clickhouse", 1000)
+    assert not spool.writable()
+    assert spool.failures_total == 1
+    spool.close()
+    again = Spool(path)
+    assert again.quarantined_total == 1
+    assert {event.event_id for event in again.pending("ledger", 1000)} <= {event.event_id for event in events}
+    assert again.writable()
+    again.close()
+
+
+def test_whatever_byte_is_flipped_nothing_else_is_handed_out_and_nothing_is_missed_in_silence(
+    path: Path, tmp_path: Path
+) -> None:
+    spool = Spool(path)
+    events = [make_event(i) for i in range(12)]
+    wait([spool.settle(event) for event in events])
+    left = shutil.copytree(path.parent, tmp_path / "left")  # as a killed process leaves it: most of it in the log
+    spool.close()
+    rng = random.Random(20251130)
+    for number in range(60):
+        folder = shutil.copytree(left, tmp_path / str(number))
+        file = folder / (path.name if number % 2 else path.name + "-wal")
+        data = bytearray(file.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        again = Spool(folder / path.name)
+        missing = [event for event in events if not again.knows(event.event_id)]
+        again.missed([event.event_id for event in missing])  # the journal still has what the log lost
+        for consumer in BOTH:
+            found = again.pending(consumer, 99)
+            assert all(event in events for event in found)
+            assert len(found) == len(events) or again.quarantined_total > 0
+        again.close()
 
 
 def test_what_waits_is_read_by_time_up_to_a_limit(spool: Spool) -> None:
