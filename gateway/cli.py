@@ -467,6 +467,16 @@ def gateway_list(api: AdminClient, printer: Printer) -> None:
     printer.show(list(api.pages("/gateways")), GATEWAY)
 
 
+@gateway.command("adopt")
+@click.argument("gateway_id", metavar="GATEWAY")
+@click.argument("folder", type=click.Path(path_type=Path))
+@_admin
+def gateway_adopt(api: AdminClient, printer: Printer, gateway_id: str, folder: Path) -> None:
+    """Settle and deliver what GATEWAY, which is gone, left in its data FOLDER (on the server); safe to repeat."""
+    body = {"path": str(folder.absolute())}
+    printer.show(api.put("/gateways/{}/adoption", gateway_id, body=body), ("gateway", "settled", "delivered"))
+
+
 @gateway.command("remove")
 @click.argument("gateway_id", metavar="GATEWAY")
 @_admin

@@ -48,6 +48,9 @@ class AdminClient:
     def post(self, path: str, *parts: str, body: dict[str, Any] | None = None) -> Any:
         return self._call("POST", path, parts, body=body)
 
+    def put(self, path: str, *parts: str, body: dict[str, Any]) -> Any:
+        return self._call("PUT", path, parts, body=body)
+
     def patch(self, path: str, *parts: str, body: dict[str, Any]) -> Any:
         return self._call("PATCH", path, parts, body=body)
 

@@ -1,12 +1,13 @@
-"""The gateways on this ledger: how far each has stored its usage, and giving one up that is gone for good."""
+"""The gateways on this ledger: how far each has stored its usage; taking over or giving up one that is gone."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from litestar import Router, delete, get
-from litestar.params import FromPath
+from litestar import Router, delete, get, put
+from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
 from billing.errors import Conflict
@@ -14,6 +15,7 @@ from billing.gateways import GatewayRow
 from gateway.admin.paging import Page
 from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time
+from gateway.adopt import adopt
 
 
 class GatewayView(msgspec.Struct, kw_only=True):
@@ -44,6 +46,39 @@ def list_gateways(admin: Admin) -> Page[GatewayView]:
     return Page(data=[show_gateway(row, admin) for row in admin.gateways.all()])
 
 
+class GatewayAdopt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Where what the gateway left lies."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096, description="its data folder, on this server")]
+
+
+class AdoptedView(msgspec.Struct, kw_only=True):
+    """What was taken over."""
+
+    gateway: str
+    settled: Annotated[int, Meta(description="requests that were running when it died")]
+    delivered: Annotated[int, Meta(description="settled requests that the usage store did not have")]
+
+
+@put("/gateways/{gateway_id:str}/adoption")
+async def adopt_gateway(gateway_id: FromPath[str], data: JSONBody[GatewayAdopt], admin: Admin) -> AdoptedView:
+    """Settle and deliver what a gateway that is gone left in its data folder, and take it off the list. 409 while a
+    server runs on the folder.
+
+    May be repeated: nothing is settled or counted twice.
+    """
+    adopted = await admin.read(
+        adopt,
+        gateway_id,
+        Path(data.path),
+        gateways=admin.gateways,
+        billing=admin.billing,
+        usage=admin.usage,
+        clock_us=admin.clock_us,
+    )
+    return AdoptedView(gateway=adopted.gateway, settled=adopted.settled, delivered=adopted.delivered)
+
+
 @delete("/gateways/{gateway_id:str}", sync_to_thread=True)
 def remove_gateway(gateway_id: FromPath[str], admin: Admin) -> None:
     """Give up a gateway whose data folder is lost, so that invoices no longer wait for it. 409 while it is alive.
@@ -55,4 +90,4 @@ def remove_gateway(gateway_id: FromPath[str], admin: Admin) -> None:
     admin.gateways.remove(gateway_id, admin.clock_us())
 
 
-router = Router("/", route_handlers=[list_gateways, remove_gateway], tags=["gateways"])
+router = Router("/", route_handlers=[list_gateways, adopt_gateway, remove_gateway], tags=["gateways"])

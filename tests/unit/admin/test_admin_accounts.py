@@ -227,5 +227,6 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/reconcile": {"get"},
         "/gateways": {"get"},
         "/gateways/{gateway_id}": {"delete"},
+        "/gateways/{gateway_id}/adoption": {"put"},
     }
     assert {path.removeprefix("/admin/v1"): set(methods) for path, methods in paths.items()} == wanted

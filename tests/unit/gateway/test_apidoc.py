@@ -18,7 +18,7 @@ from gateway.errors import ErrorBody
 from gateway.settings import Settings
 from tests.fixtures.server import RunningGateway
 
-METHODS = {"get", "post", "patch", "delete"}
+METHODS = {"get", "post", "patch", "delete", "put"}
 
 
 @pytest.fixture(scope="module")

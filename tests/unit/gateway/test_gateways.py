@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from gateway.stores import StartError, Stores, folder_id
 from metering.errors import StoreUnavailable
 from metering.events import Outcome
 from metering.journal import OpenedRecord
+from metering.shipper import Drain
 from tests.fixtures.clickhouse import empty
 from tests.fixtures.server import ADMIN_KEY, PRICE, ByteTokenizer
 
@@ -325,6 +327,76 @@ async def test_a_folder_that_was_given_another_id_leaves_none_behind(
     assert await listed(one) == ["gw1", "gw2"]
     async with start.one("renamed", folder="gw2"):
         assert await listed(one) == ["gw1", "renamed"]
+
+
+async def died(start: Start, id: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A gateway that dies with a request that ran and one that was settled and not delivered; a time after both."""
+    with monkeypatch.context() as dying:
+        dying.setattr("gateway.stores.Stores._deregister", lambda *_: None)
+        dying.setattr(Drain, "start", lambda _: None)
+        dying.setattr("gateway.stores.Stores._catch_up", lambda *_: None)
+        async with start.one(id) as other:
+            opened(other, now_us())
+            settled = opened(other, now_us())
+            event = settled.event((7, 0, 3, 0, 0, 0), outcome=Outcome.FINISHED, settled_us=now_us())
+            await asyncio.to_thread(other.runtime.stores.spool.settle(event).result, 5)
+            await asyncio.sleep(4 * BEAT_S)
+    return now_us()
+
+
+def at(start: Start, id: str) -> dict[str, str]:
+    return {"path": str(start._folder / id)}
+
+
+async def test_what_a_gateway_that_is_gone_left_is_taken_over_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await start("gw1")
+    await one.customer()
+    end_us = await died(start, "gw2", monkeypatch)
+    assert "'gw2'" in (await draft(one, end_us, expect=409))["error"]["message"]
+    left = await asyncio.to_thread(shutil.copytree, start._folder / "gw2", start._folder / "copy")
+    adopted = await one.admin("PUT", "/gateways/gw2/adoption", at(start, "gw2"), expect=200)
+    assert adopted == {"gateway": "gw2", "settled": 1, "delivered": 2}
+    assert await listed(one) == ["gw1"]
+    invoice = await drafted(one, end_us)
+    assert {line["token_class"]: line["quantity"] for line in invoice["lines"]} == {"prompt": 14, "completion": 6}
+
+    await one.admin("PUT", "/gateways/gw2/adoption", at(start, "gw2"), expect=404)  # it is nobody's any more
+    one.runtime.stores.gateways.claim("gw2", folder_id(left), 1, now_us())  # as if it had been killed half way
+    adopted = await one.admin("PUT", "/gateways/gw2/adoption", at(start, "copy"), expect=200)
+    assert adopted["delivered"] == 2
+    found = await one.admin("GET", "/tenants/acme/balance", expect=200)
+    assert found["charged"] == invoice["exact_total"], "the ledger counts an event once"
+    store = one.runtime.stores.usage
+    (row,) = await asyncio.to_thread(lambda: store.usage(tenant="acme", start_us=0, end_us=now_us(), bucket="month"))
+    assert (row.requests, row.prompt_tokens, row.completion_tokens) == (2, 14, 6), "and so does the usage store"
+
+
+async def test_what_is_in_use_or_not_that_gateways_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = await start("gw1")
+    await one.customer()
+    await start("gw2")
+
+    async def refused(id: str, folder: str) -> str:
+        answer = await one.admin("PUT", f"/gateways/{id}/adoption", at(start, folder), expect=409)
+        message: str = answer["error"]["message"]
+        assert str(start._folder) not in message
+        return message
+
+    assert "a server runs" in await refused("gw2", "gw2")
+    assert "a server runs" in await refused("gw1", "gw1")
+    assert "not the data folder" in await refused("gw2", "gw1")
+    assert "no data folder" in await refused("gw2", "nowhere")
+    assert await listed(one) == ["gw1", "gw2"]
+
+    await died(start, "gw3", monkeypatch)
+    with monkeypatch.context() as away:
+        away.setattr("gateway.adopt.FLUSH_S", 0.2)
+        away.setattr(one.runtime.stores.usage, "insert", lambda _: (_ for _ in ()).throw(StoreUnavailable("gone")))
+        assert "try again" in await refused("gw3", "gw3")
+    assert await listed(one) == ["gw1", "gw2", "gw3"]
+    assert (await one.admin("PUT", "/gateways/gw3/adoption", at(start, "gw3"), expect=200))["settled"] == 0
 
 
 async def test_the_command_line_settles_for_a_dead_server_and_holds_nothing_back_then(
