@@ -61,8 +61,6 @@ class CJob(ctypes.Structure):
         ("ldo", c_int64),
         ("epilogue", c_int32),
         ("bias", c_void_p),
-        ("addend", c_void_p),
-        ("lda", c_int64),
     ]
 
 
@@ -141,7 +139,6 @@ class Packed:
         epilogue: Epilogue = Epilogue.store,
         *,
         bias: Tensor | None = None,
-        addend: Tensor | None = None,
     ) -> CJob:
         """The product of x [rows, inputs] into out [rows, outputs] ([rows, outputs / 2] for swiglu), for `multiply`."""
         width = self.outputs // 2 if epilogue is Epilogue.swiglu else self.outputs
@@ -151,16 +148,12 @@ class Packed:
             raise ValueError("swiglu needs a gated weight")
         if bias is not None:
             _require(bias, (self.outputs,), "bias")
-        if addend is not None:
-            _require(addend, (x.shape[0], self.outputs), "addend")
         job = CJob(
             *(ctypes.pointer(self.struct), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0)),
             epilogue,
             None if bias is None else bias.data_ptr(),
-            None if addend is None else addend.data_ptr(),
-            0 if addend is None else addend.stride(0),
         )
-        job.alive = (self, x, out, bias, addend)
+        job.alive = (self, x, out, bias)
         return job
 
 

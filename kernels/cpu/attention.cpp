@@ -45,17 +45,18 @@ inline void score(const Group* groups, const Group* ahead, int64_t stride, int64
     Lanes total[Q][G] = {};
     for (int64_t step = 0; step < steps; step++) {
         Words key[G];
-        for (int g = 0; g < G; g++) {
+        UNROLLED for (int g = 0; g < G; g++) {
             key[g] = load<Words>(groups[g].keys + step * stride);
             if (ahead != nullptr) __builtin_prefetch(ahead[g].keys + step * stride);
         }
-        for (int q = 0; q < Q; q++) {
+        UNROLLED for (int q = 0; q < Q; q++) {
             const Words word = splat(queries[q * ldq + step]);
-            for (int g = 0; g < G; g++) total[q][g] = E::dot(total[q][g], key[g], word);
+            UNROLLED for (int g = 0; g < G; g++) total[q][g] = E::dot(total[q][g], key[g], word);
         }
     }
-    for (int q = 0; q < Q; q++)
-        for (int g = 0; g < G; g++) store(scores + q * lds + g * kLanes, total[q][g]);
+    UNROLLED for (int q = 0; q < Q; q++) {
+        UNROLLED for (int g = 0; g < G; g++) store(scores + q * lds + g * kLanes, total[q][g]);
+    }
 }
 
 template <class E, int G>
@@ -80,26 +81,28 @@ inline void mix(const Group* groups, const Group* ahead, int64_t count, int64_t 
                 const uint32_t* weights, int64_t ldw, float* mixed, int64_t ldm) {
     constexpr int64_t kSteps = kLanes / E::kPack;
     Lanes total[Q][C];
-    for (int q = 0; q < Q; q++)
-        for (int c = 0; c < C; c++) total[q][c] = load<Lanes>(mixed + q * ldm + c * kLanes);
+    UNROLLED for (int q = 0; q < Q; q++) {
+        UNROLLED for (int c = 0; c < C; c++) total[q][c] = load<Lanes>(mixed + q * ldm + c * kLanes);
+    }
     for (int64_t group = 0; group < count; group++) {
         const uint32_t* value = groups[group].values + first_column;
         const uint32_t* weight = weights + group * kSteps;
         for (int64_t step = 0; step < kSteps; step++) {
             Words column[C];
-            for (int c = 0; c < C; c++) {
+            UNROLLED for (int c = 0; c < C; c++) {
                 const int64_t place = step * head_dim + c * kLanes;
                 column[c] = load<Words>(value + place);
                 if (ahead != nullptr) __builtin_prefetch(ahead[group].values + first_column + place);
             }
-            for (int q = 0; q < Q; q++) {
+            UNROLLED for (int q = 0; q < Q; q++) {
                 const Words word = splat(weight[q * ldw + step]);
-                for (int c = 0; c < C; c++) total[q][c] = E::dot(total[q][c], column[c], word);
+                UNROLLED for (int c = 0; c < C; c++) total[q][c] = E::dot(total[q][c], column[c], word);
             }
         }
     }
-    for (int q = 0; q < Q; q++)
-        for (int c = 0; c < C; c++) store(mixed + q * ldm + c * kLanes, total[q][c]);
+    UNROLLED for (int q = 0; q < Q; q++) {
+        UNROLLED for (int c = 0; c < C; c++) store(mixed + q * ldm + c * kLanes, total[q][c]);
+    }
 }
 
 template <class E, int C>
@@ -133,28 +136,27 @@ void mix_all(const Group* groups, const Group* ahead, int64_t count, int64_t hea
     }
 }
 
-// The weights of one query over a span of which tokens [low, high) are seen: its scores less their largest, through the
-// exponential, as words for `mix`. `best` and `total` go on from the spans before, and `mixed` is brought down to them.
-template <class E>
-void weigh(float* scores, int64_t groups, int64_t low, int64_t high, uint32_t* weights, float* best, float* total,
-           float* mixed, int64_t head_dim) {
-    const int64_t width = groups * kLanes;
+// The largest score of a query over a span of which tokens [low, high) are seen, or `best` if that is larger. The scores
+// of the others are hidden.
+inline float largest_seen(float* scores, int64_t width, int64_t low, int64_t high, float best) {
     std::fill(scores, scores + low, kHidden);
     std::fill(scores + high, scores + width, kHidden);
-    Lanes most = splat(kHidden);
+    Lanes most = splat(best);
     for (int64_t i = 0; i < width; i += kLanes) most = larger(load<Lanes>(scores + i), most);
-    const float now = std::max(largest(most), *best);
+    return largest(most);
+}
+
+// The weights of one query over a span, as words for `mix`: its scores less `best`, through the exponential. Returns
+// their sum.
+template <class E>
+float weigh(const float* scores, int64_t width, float best, uint32_t* weights) {
     Lanes added = {};
     for (int64_t i = 0; i < width; i += kLanes) {
-        const Lanes weight = E::exponential(load<Lanes>(scores + i) - now);
+        const Lanes weight = E::exponential(load<Lanes>(scores + i) - best);
         added = added + weight;
         E::put_lanes(weights + i / E::kPack, weight);
     }
-    const float kept = std::exp(*best - now);
-    *total = *total * kept + sum(added);
-    if (now != *best)
-        for (int64_t i = 0; i < head_dim; i += kLanes) store(mixed + i, load<Lanes>(mixed + i) * kept);
-    *best = now;
+    return sum(added);
 }
 
 }  // namespace
@@ -292,18 +294,36 @@ private:
             }
             at += taken;
         }
+        const int64_t width = groups * kLanes;
         for (int64_t q = 0; q < count; q++) {
-            const int64_t position = sequence.start + row + q / shared_, width = groups * kLanes;
+            const int64_t position = sequence.start + row + q / shared_;
             const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
             const int64_t low = work.window ? std::clamp<int64_t>(position + 1 - work.window - first, 0, high) : 0;
+            local.nows[q] = largest_seen(local.scores.data() + q * lds, width, low, high, local.bests[q]);
+        }
+        forget(local, count);
+        for (int64_t q = 0; q < count; q++) {
             uint32_t* weights = local.weights.data() + q * ldw;
-            if (low == high)
-                std::fill(weights, weights + width / E::kPack, 0u);
+            if (local.bests[q] == kHidden)  // nothing seen yet
+                std::fill_n(weights, width / E::kPack, 0u);
             else
-                weigh<E>(local.scores.data() + q * lds, groups, low, high, weights, &local.bests[q], &local.totals[q],
-                         local.mixed.data() + q * dim_, dim_);
+                local.totals[q] += weigh<E>(local.scores.data() + q * lds, width, local.bests[q], weights);
         }
         mix_all<E>(group, ahead, groups, dim_, local.weights.data(), ldw, count, local.mixed.data());
+    }
+
+    // Bring what is mixed so far down to each query's new largest score.
+    void forget(Attention::Local& local, int64_t count) const {
+        for (int64_t q = 0; q < count; q += kLanes) {
+            const Lanes now = load<Lanes>(&local.nows[q]), kept = exponential(load<Lanes>(&local.bests[q]) - now);
+            store(&local.totals[q], load<Lanes>(&local.totals[q]) * kept);
+            store(&local.bests[q], now);
+            for (int64_t one = 0; one < std::min(kLanes, count - q); one++) {
+                if (kept[one] == 1.0f) continue;
+                float* mixed = local.mixed.data() + (q + one) * dim_;
+                for (int64_t i = 0; i < dim_; i += kLanes) store(mixed + i, load<Lanes>(mixed + i) * kept[one]);
+            }
+        }
     }
 
     void clear(Attention::Local& local, int64_t count) const {
@@ -450,8 +470,8 @@ Attention::Attention(const Plan& plan, int workers) : plan_(plan), locals_(worke
         local.weights.resize(queries * (kSpanMost + kLanes));
         local.scores.resize(queries * (kSpanMost + kLanes));
         local.mixed.resize(queries * plan.head_dim);
-        local.totals.resize(queries);
-        local.bests.resize(queries);
+        const int64_t padded = (queries + kLanes - 1) / kLanes * kLanes;
+        for (std::vector<float>* each : {&local.totals, &local.bests, &local.nows}) each->resize(padded);
     }
 }
 

@@ -68,7 +68,7 @@ class Attention {
     };
     struct Local {  // buffers of one worker
         std::vector<uint32_t> queries, weights, keys, values;
-        std::vector<float> scores, mixed, totals, bests;
+        std::vector<float> scores, mixed, totals, bests, nows;
     };
 
     const AttentionWork& work_for(int64_t window);

@@ -17,6 +17,9 @@
 
 namespace meterhouse {
 
+// Before a loop over what is to stay in registers: arrays of vectors do once the loop is gone.
+#define UNROLLED _Pragma("GCC unroll 16")
+
 constexpr int64_t kLanes = 16;
 constexpr int64_t kHeadDimMost = 512;
 

@@ -17,11 +17,12 @@ constexpr int64_t kAheadBytes = 12 << 10;  // what is fetched before it is read:
 
 int32_t allowed_forms = ~0;
 
-const Kernel* choose(Format format, int64_t rows) {
+const Kernel* choose(const Weight& w, int64_t rows) {
     const Kernel* kernel = nullptr;
-    if (allowed_forms & kAmx) kernel = amx_kernel(format, rows);
-    if (!kernel && (allowed_forms & kAvx512)) kernel = avx512_kernel(format, rows);
-    return kernel ? kernel : generic_kernel(format, rows);
+    const bool deep = padded_inputs(w.format, w.inputs) % kTileDepth == 0;
+    if (deep && (allowed_forms & kAmx)) kernel = amx_kernel(w.format, rows);
+    if (!kernel && (allowed_forms & kAvx512)) kernel = avx512_kernel(w.format, rows);
+    return kernel ? kernel : generic_kernel(w.format, rows);
 }
 
 // Memory that only grows, aligned to cache lines.
@@ -123,7 +124,7 @@ int64_t plan_operand(Buffers& b, const Job& job, Operand operand, int64_t padded
 
 void plan_job(Buffers& b, const Job& job) {
     const Weight& w = *job.weight;
-    const Kernel* kernel = choose(w.format, job.rows);
+    const Kernel* kernel = choose(w, job.rows);
     Cut cut{&job, kernel, plan_operand(b, job, kernel->operand, padded_inputs(w.format, w.inputs)),
             panels_of(w.outputs, w.gated), panel_bytes(w.format, w.inputs), 0, 0, 0, b.pieces};
     const int64_t unit = std::max<int64_t>(kernel->abreast, w.gated ? 2 : 1);
@@ -192,16 +193,14 @@ void finish_panel(const Job& job, int64_t first_row, int64_t rows, int64_t panel
     const Weight& w = *job.weight;
     const PanelOutputs out = panel_outputs(panel, w.outputs, w.gated);
     const PanelOutputs up = panel_outputs(panel + 1, w.outputs, w.gated);
-    const auto sum = [&](int64_t row, PanelOutputs its, Lanes v) {
-        if (job.bias) v += load_some(job.bias + its.first, its.valid);
-        if (job.addend) v += load_some(job.addend + row * job.lda + its.first, its.valid);
-        return v;
+    const auto biased = [&](PanelOutputs its, const float* from) {
+        const Lanes v = load<Lanes>(from);
+        return job.bias ? v + load_some(job.bias + its.first, its.valid) : v;
     };
     for (int64_t r = 0; r < rows; r++, result += stride) {
-        const int64_t row = first_row + r;
-        float* to = job.out + row * job.ldo + out.first;
-        Lanes v = sum(row, out, load<Lanes>(result));
-        if (epilogue == Epilogue::swiglu) v = silu(v) * sum(row, up, load<Lanes>(result + kPanel));
+        float* to = job.out + (first_row + r) * job.ldo + out.first;
+        Lanes v = biased(out, result);
+        if (epilogue == Epilogue::swiglu) v = silu(v) * biased(up, result + kPanel);
         if (epilogue == Epilogue::add) v += load_some(to, out.valid);
         store_some(to, v, out.valid);
     }

@@ -28,8 +28,8 @@ struct Weight {
 // store: out = y. add: out += y. swiglu (gated weights only): out[rows, outputs / 2] = silu(gate) * up.
 enum class Epilogue : int32_t { store = 0, add = 1, swiglu = 2 };
 
-// y = x W^T + bias + addend, for rows of x. `ldx`, `ldo` and `lda` are strides in floats; bias [outputs] and addend
-// [rows, outputs] may be null. out may overlap addend, not x.
+// y = x W^T + bias, for rows of x. `ldx` and `ldo` are strides in floats; bias [outputs] may be null. out must not
+// overlap x.
 struct Job {
     const Weight* weight;
     const float* x;
@@ -39,8 +39,6 @@ struct Job {
     int64_t ldo;
     Epilogue epilogue;
     const float* bias = nullptr;
-    const float* addend = nullptr;
-    int64_t lda = 0;
 };
 
 // The size of a packed weight; its data must be aligned to 64 bytes.

@@ -20,7 +20,7 @@
 namespace meterhouse {
 namespace {
 
-constexpr int64_t kTileRows = 16, kDepth = 32;  // rows of a tile; inputs of a step
+constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;            // of weights: 16 pairs of inputs by 16 outputs
 constexpr int64_t kFew = 4;                     // rows that leave the tiles too empty
 
@@ -59,13 +59,13 @@ void configure(int64_t rows) {
 template <bool high, bool second>
 void sum(const Tile& t, int64_t panel, const std::byte* weights, int64_t weights_bytes, const std::byte* x,
          float* result) {
-    const int64_t steps = t.inputs / kDepth, stride = t.operand_bytes;
+    const int64_t steps = t.inputs / kTileDepth, stride = t.operand_bytes;
     const int64_t lines = t.panel_bytes / 64 / steps;  // of the packed weight, in a step
     _tile_zero(0);
     if (high) _tile_zero(1);
     if (second) _tile_zero(2);
     if (high && second) _tile_zero(3);
-    for (int64_t step = 0; step < steps; step++, x += kDepth * 2, weights += kTileBytes) {
+    for (int64_t step = 0; step < steps; step++, x += kTileDepth * 2, weights += kTileBytes) {
         _tile_loadd(4, x, stride);
         _tile_loadd(6, weights, 64);
         _tile_dpbf16ps(0, 4, 6);

@@ -9,8 +9,6 @@
 #include <array>
 #include <utility>
 
-#define UNROLLED _Pragma("GCC unroll 16")
-
 namespace meterhouse {
 namespace {
 
@@ -155,7 +153,7 @@ void run(const Tile& t) {
 // Few rows wait for memory, which is read fastest as one stream: a panel at a time. With more rows, two panels share
 // the loading of the rows.
 const Kernel* avx512_kernel(Format format, int64_t rows) {
-    static const Kernel bf16{Operand::bf16, 4, 4, 1, run<Bf16, 1, 4>};
+    static const Kernel bf16{Operand::bf16, 8, 4, 1, run<Bf16, 1, 8>};
     static const Kernel bf16_pairs{Operand::bf16, 12, 4, 2, run<Bf16, 2, 12>};
     static const Kernel int8{Operand::int8, 8, 4, 1, run<Integers<Format::int8>::Tiled, 1, 8>};
     static const Kernel int8_pairs{Operand::int8, 6, 4, 2, run<Integers<Format::int8>::Tiled, 2, 6>};

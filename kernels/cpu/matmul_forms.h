@@ -20,12 +20,14 @@ namespace meterhouse {
 constexpr int64_t kPanel = kLanes;
 constexpr int64_t kGroup = 32;  // inputs that share a scale
 constexpr int64_t kBlock = 64;  // inputs of a block of int8 or int4
+constexpr int64_t kTileDepth = 32;  // inputs of an AMX tile of bf16
 
 constexpr int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Inputs with their padding: 32 for bf16 is an AMX tile's depth.
+// Inputs with their padding. For bf16 it is an AMX tile's depth; no more than a step of AVX-512 for the few inputs of
+// an adapter's expand, which would be twice their size.
 constexpr int64_t padded_inputs(Format format, int64_t inputs) {
-    const int64_t unit = format == Format::f32 ? 1 : format == Format::bf16 ? 32 : kBlock;
+    const int64_t unit = format == Format::f32 ? 1 : format != Format::bf16 ? kBlock : inputs > 16 ? kTileDepth : 8;
     return divided_up(inputs, unit) * unit;
 }
 
