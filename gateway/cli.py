@@ -20,6 +20,7 @@ import click
 
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
+from gateway.cli_store import commands as store_commands
 from gateway.client import AdminClient, CallFailed, connect
 from gateway.flags import settings_flags
 from gateway.printing import Printer
@@ -504,6 +505,10 @@ def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | 
         printer.show(report["differences"], DIFFERENCE)
     if not report["ok"]:
         raise click.exceptions.Exit(1)
+
+
+for _command in store_commands(_admin):
+    main.add_command(_command)
 
 
 # --- how fast it is --------------------------------------------------------------------------------

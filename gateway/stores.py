@@ -30,6 +30,7 @@ from metering.clickhouse import UsageStore
 from metering.disk import fsync
 from metering.journal import Journal, recover_orphans
 from metering.lock import FileLock, Locked
+from metering.rollups import Roller
 from metering.shipper import Drain, Shipper
 from metering.spool import Spool, SpoolError
 from migrations.runner import migrate_clickhouse, migrate_ledger
@@ -67,6 +68,7 @@ class Stores:
     answers: Store
     shipper: Shipper
     recorder: Drain
+    roller: Roller
 
     def __init__(self, settings: Settings, clock_us: Callable[[], int]) -> None:
         self._settings = settings
@@ -111,7 +113,7 @@ class Stores:
         self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
         self._stack.callback(self.billing.close)
         self._go_on()
-        self.usage = UsageStore(settings.clickhouse)
+        self.usage = UsageStore(settings.clickhouse, writer=self.folder)
         self._stack.callback(self.usage.close)
         self.spool = Spool(
             settings.spool_dir / "spool.sqlite3",
@@ -203,6 +205,9 @@ class Stores:
         self.shipper = Shipper(self.spool, self.usage)
         self.shipper.start()
         self._stack.callback(self._stop, self.shipper)
+        self.roller = Roller(self.usage.rollups, alive=lambda: {row.folder for row in self.gateways.all()})
+        self.roller.start()
+        self._stack.callback(self.roller.stop)
 
     def _catch_up(self, progress: Callable[[str], None]) -> None:
         """Wait until the ledger has all that was settled, however long that takes as long as it takes some.

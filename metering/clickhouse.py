@@ -7,12 +7,13 @@ counting is exactly-once: see `migrations/clickhouse/0001_usage_events.sql`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,10 +21,11 @@ import clickhouse_connect
 import msgspec
 from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
-from metering import queries
+from metering import hourly, queries
 from metering.counts import HOUR_US, CountRow, hour_of
 from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
 from metering.events import VERSION, UsageEvent, VersionError, content_hash, encode
+from metering.rollups import Rollups
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +81,15 @@ def client_options(url: str) -> dict[str, Any]:
 class UsageStore:
     """Thread-safe: every call takes a client of its own from a small pool. A client is made on first use."""
 
-    def __init__(self, url: str) -> None:
-        """Connects nothing yet. Raises `ValueError` for a URL that names no store."""
+    def __init__(self, url: str, writer: str | None = None) -> None:
+        """Connects nothing yet. `writer`: see `metering.rollups`. Raises `ValueError` for a URL that names no store."""
         self._options = client_options(url)
         self.conflicts_total = 0  # contents that came second, as found when they were inserted
         self._idle: list[Any] = []
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._lock = threading.Lock()
         self._closed = False
+        self.rollups = Rollups(self._client, writer or uuid.uuid4().hex)
 
     def insert(self, events: Sequence[UsageEvent]) -> None:
         """Store the events; again does no harm. Returns when they are on the store's disk and conflicts are recorded.
@@ -100,7 +103,8 @@ class UsageStore:
             if reasons := _unstorable(event):
                 raise Rejected(f"{event.event_id}: {'; '.join(reasons)}")
         rows = [(*_row(event), content_hash(event)) for event in events]
-        with self._client() as client:
+        hours = {hour_of(event.ts_us) for event in events}
+        with self._client() as client, self.rollups.touched(client, hours):
             client.insert(
                 queries.EVENTS,
                 list(zip(*rows, strict=True)),
@@ -145,18 +149,32 @@ class UsageStore:
                     yield _event(row)
 
     def usage(
-        self, *, tenant: str | None, start_us: int, end_us: int, bucket: str = "day", group_by: Sequence[str] = ()
+        self,
+        *,
+        tenant: str | None,
+        start_us: int,
+        end_us: int,
+        bucket: str = "day",
+        group_by: Sequence[str] = (),
+        only: Mapping[str, Sequence[str]] | None = None,
     ) -> list[UsageRow]:
-        """Requests and token sums of [start, end) per UTC bucket and group. Raises `ValueError` for an unknown name."""
-        names = list(dict.fromkeys(group_by))
-        rows = self._query(queries.usage(tenant, start_us, end_us, bucket, names))
+        """Requests and token sums of [start, end) per UTC bucket and group, by the sums of hours where they stand.
+
+        `only`: group → the values that are taken. Raises `ValueError` for an unknown name.
+        """
+        names, filters = queries.checked_groups(bucket, group_by, only)
+        query = queries.usage(tenant, start_us, end_us, bucket, names, filters)
+        if hourly.can_answer(bucket, [*names, *filters]):
+            raw = self._unsummed(start_us, end_us)
+            if hourly.can_list(raw):  # else they are scattered over centuries, and few
+                query = hourly.usage(tenant, start_us, end_us, bucket, names, filters, raw_hours_us=raw)
         return [
             UsageRow(
                 row[0] * 1_000_000,
                 dict(zip(names, row[1 : 1 + len(names)], strict=True)),
                 *(int(value) for value in row[1 + len(names) :]),
             )
-            for row in rows
+            for row in self._query(query)
         ]
 
     def counts(self, start_us: int, end_us: int) -> list[CountRow]:
@@ -189,6 +207,15 @@ class UsageStore:
             rows: list[tuple[Any, ...]] = client.query(*query).result_rows
             return rows
 
+    def _unsummed(self, start_us: int, end_us: int) -> Sequence[int]:
+        """The hours that have, or may have, events of [start, end) and whose sums do not stand for them all."""
+        first_us, last_us, count = self._query(hourly.span())[0]
+        if not count:
+            return []
+        clean = {row[0] * 1_000_000 for row in self._query(hourly.clean_hours(start_us, hour_of(end_us)))}
+        hours = range(hour_of(max(start_us, first_us)), min(end_us, last_us + 1), HOUR_US)
+        return [hour_us for hour_us in hours if hour_us not in clean] if clean else hours
+
     def _record_conflicts(self, client: Any, events: Sequence[UsageEvent]) -> None:
         """Which of the ids have another content too; the later ones are set aside before anything can bill them."""
         hours = sorted({hour_of(event.ts_us) for event in events})
@@ -212,7 +239,7 @@ class UsageStore:
         self.conflicts_total += len(second)
         log.error("usage store: %d ids have a second content, the first stands: %s", len(ids), ", ".join(ids[:10]))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _client(self) -> Iterator[Any]:
         """A client of one's own. One whose use failed or was broken off is not used again."""
         if not self._slots.acquire(timeout=_SLOT_WAIT_S):

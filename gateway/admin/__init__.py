@@ -12,7 +12,19 @@ from litestar import Request, Router
 from litestar.di import Provide
 
 from gateway import paths
-from gateway.admin import adapters, credits, gateways, invoices, keys, prices, reconcile, tenants, unrated, usage
+from gateway.admin import (
+    adapters,
+    credits,
+    gateways,
+    invoices,
+    keys,
+    prices,
+    reconcile,
+    rollups,
+    tenants,
+    unrated,
+    usage,
+)
 from gateway.admin.body import check_body
 from gateway.admin.guard import admin_guard
 from gateway.admin.idempotency import provide_idempotency
@@ -48,6 +60,7 @@ def admin_router(state: AdminState) -> Router:
             unrated.router,
             invoices.router,
             reconcile.router,
+            rollups.router,
             gateways.router,
         ],
         dependencies={

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from metering import queries
+from metering import hourly, queries
 from metering.counts import HOUR_US
 from metering.events import UsageEvent
 
@@ -32,12 +32,18 @@ def test_no_value_is_ever_part_of_the_text(hostile: str) -> None:
         queries.events(hostile, 1, 2, 3, 4),
         queries.insert_check([hostile], [HOUR_US]),
         queries.contents([hostile], 1, 2),
+        queries.usage(None, 1, 2, "hour", ["user"], {"user": [hostile], "model": [hostile]}),
+        hourly.usage(hostile, 1, 2, "hour", ["key"], {"model": [hostile]}, raw_hours_us=[0]),
+        hourly.marks_of(hostile),
     ]
     plain = [
         queries.usage("acme", 1, 2, "hour", ["user"]),
         queries.events("acme", 1, 2, 3, 4),
         queries.insert_check(["acme"], [HOUR_US]),
         queries.contents(["acme"], 1, 2),
+        queries.usage(None, 1, 2, "hour", ["user"], {"user": ["acme"], "model": ["acme"]}),
+        hourly.usage("acme", 1, 2, "hour", ["key"], {"model": ["acme"]}, raw_hours_us=[0]),
+        hourly.marks_of("acme"),
     ]
     assert [q.sql for q in built] == [q.sql for q in plain]
     for sql, parameters in built:
@@ -47,8 +53,66 @@ def test_no_value_is_ever_part_of_the_text(hostile: str) -> None:
 def test_unknown_names_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'password'"):
         queries.usage(None, 1, 2, "day", ["tenant", "password"])
-    with pytest.raises(ValueError, match="hour, day, month"):
+    with pytest.raises(ValueError, match="minute, hour, day, month"):
         queries.usage(None, 1, 2, "week", [])
+
+
+def test_one_tenants_events_are_picked_out_before_anything_else_is_read() -> None:
+    sql, parameters = queries.events("acme", 5, 9)
+    assert " FROM usage_events PREWHERE tenant = {tenant:String} WHERE ts >= " in sql
+    assert sql.endswith(" ORDER BY ts, event_id LIMIT 1 BY event_id, content_hash")
+    assert parameters == {"start_us": 5, "end_us": 9, "tenant": "acme"}
+    everybody = queries.events(None, 5, 9).sql
+    assert " FROM usage_events FINAL WHERE ts >= " in everybody
+    assert everybody.endswith(" ORDER BY ts, event_id")
+
+
+def test_usage_by_the_sums_as_text() -> None:
+    sql, parameters = hourly.usage(
+        "acme", 5, 9, "day", ["model"], {"key": ["k1"]}, raw_hours_us=[0, HOUR_US, 2 * HOUR_US, 9 * HOUR_US]
+    )
+    hours = (
+        "(SELECT arrayJoin(arrayFlatten(arrayMap((first, hours) -> arrayMap(i -> first + i * 3600, range(hours)), "
+        "{raw_from:Array(DateTime('UTC'))}, {raw_hours:Array(UInt32)}))))"
+    )
+    sums = "sum({0}(prompt_tokens)) AS sum_prompt_tokens, sum({0}(cached_tokens)) AS sum_cached_tokens, "
+    sums += "sum({0}(completion_tokens)) AS sum_completion_tokens, sum({0}(reasoning_tokens)) AS sum_reasoning_tokens"
+    of_hours, of_events = sums.replace("{0}(", "").replace("))", ")"), sums.replace("{0}", "toUInt128")
+    assert sql == (
+        "SELECT start_s, group_model, sum(counted) AS requests, sum(sum_prompt_tokens), sum(sum_cached_tokens), "
+        "sum(sum_completion_tokens), sum(sum_reasoning_tokens) FROM ("
+        "SELECT toUnixTimestamp(toStartOfDay(hour)) AS start_s, model AS group_model, sum(requests) AS counted, "
+        f"{of_hours} FROM usage_hourly FINAL WHERE hour >= fromUnixTimestamp64Micro({{start_us:Int64}}, 'UTC') "
+        f"AND hour < fromUnixTimestamp64Micro({{end_us:Int64}}, 'UTC') AND hour NOT IN {hours} "
+        "AND tenant = {tenant:String} AND key_id IN {only_key:Array(String)} GROUP BY start_s, group_model "
+        "UNION ALL SELECT toUnixTimestamp(toStartOfDay(ts)) AS start_s, model AS group_model, count() AS counted, "
+        f"{of_events} FROM usage_events FINAL WHERE toStartOfHour(ts) IN {hours} "
+        "AND ts >= fromUnixTimestamp64Micro({start_us:Int64}, 'UTC') "
+        "AND ts < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC') AND tenant = {tenant:String} "
+        "AND (event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM usage_conflicts) "
+        "AND key_id IN {only_key:Array(String)} GROUP BY start_s, group_model) "
+        "GROUP BY start_s, group_model HAVING requests > 0 ORDER BY start_s, group_model"
+    )
+    assert parameters == {
+        "start_us": 5,
+        "end_us": 9,
+        "tenant": "acme",
+        "only_key": ["k1"],
+        "raw_from": [0, 9 * 3600],
+        "raw_hours": [3, 1],
+    }
+
+
+def test_what_the_sums_cannot_answer() -> None:
+    assert hourly.can_answer("hour", ["tenant", "model", "key", "outcome"])
+    assert not hourly.can_answer("minute", [])
+    assert not hourly.can_answer("day", ["user"])
+    for bucket, groups in (("minute", []), ("day", ["user"])):
+        with pytest.raises(ValueError, match="hourly sums"):
+            hourly.usage(None, 1, 2, bucket, groups, raw_hours_us=[])
+    assert hourly.can_list(range(0, 5000 * HOUR_US, HOUR_US))
+    assert not hourly.can_list(range(0, 10_002 * HOUR_US, 2 * HOUR_US)), "each a run of its own"
+    assert not hourly.can_list(range(0, 500_001 * HOUR_US, HOUR_US))
 
 
 def test_without_a_tenant_there_is_no_tenant_in_the_text() -> None:
