@@ -114,6 +114,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_min_free_bytes: Annotated[
         int, Meta(ge=0, description="free on the data folder's disk, for what runs; with less 503 is answered")
     ] = 256 << 20
+    ship_max_events: Annotated[int, Meta(ge=1, description="most events in one insert into the usage store")] = 5000
+    ship_max_bytes: Annotated[int, Meta(ge=1 << 16, description="of these, most bytes in the spool")] = 16 << 20
+    ship_max_age_s: Annotated[
+        float, Meta(gt=0, description="longest an event waits for company on its way to the usage store")
+    ] = 0.5
     journal_max_bytes: Annotated[int, Meta(ge=1 << 16, description="size of one journal segment")] = 16 << 20
     journal_max_age_s: Annotated[float, Meta(gt=0, description="age at which a journal segment is closed")] = 3600.0
     journal_total_max_bytes: Annotated[

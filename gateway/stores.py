@@ -202,7 +202,13 @@ class Stores:
         self.recorder.start()
         self._stack.callback(self._stop, self.recorder)
         self._catch_up(progress)
-        self.shipper = Shipper(self.spool, self.usage)
+        self.shipper = Shipper(
+            self.spool,
+            self.usage,
+            max_events=self._settings.ship_max_events,
+            max_bytes=self._settings.ship_max_bytes,
+            max_age_s=self._settings.ship_max_age_s,
+        )
         self.shipper.start()
         self._stack.callback(self._stop, self.shipper)
         self.roller = Roller(self.usage.rollups, alive=lambda: {row.folder for row in self.gateways.all()})

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from metering.backoff import Backoff
 from metering.clickhouse import UsageStore
 from metering.errors import Rejected
 from metering.events import UsageEvent
@@ -23,11 +24,13 @@ log = logging.getLogger(__name__)
 class Drain:
     """A thread that hands a consumer's events to `sink` and acknowledges them when it returned.
 
+    A batch is what came together in `max_age_s`, at most `max_events` and about `max_bytes`.
+
     - An exception of `rejected` means that one of the events will never be taken: the batch is halved until
       it stands alone, then it goes to `bury` and is acknowledged. Without `bury` it stays in the spool, is
       counted in `stuck`, and is tried again with every pass; the others go on.
     - Any other exception means "not now": nothing is acknowledged, the batch is tried again after a pause
-      that doubles up to `max_pause_s`, with jitter, and shrinks meanwhile in case its size is the trouble.
+      (`Backoff`, up to `max_pause_s`, its chance from `draw`), and shrinks meanwhile in case its size is the trouble.
 
     Counters: `delivered_total`, `buried_total`, `failures_total`; gauges: `stuck`, `last_error`.
     """
@@ -41,17 +44,21 @@ class Drain:
         bury: Callable[[UsageEvent, str], None] | None = None,
         rejected: tuple[type[Exception], ...] = (Rejected,),
         max_events: int = 5000,
+        max_bytes: int = 16 << 20,
         max_age_s: float = 0.5,
         min_pause_s: float = 0.1,
         max_pause_s: float = 10.0,
+        draw: Callable[[float, float], float] = random.uniform,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_age_s`: how long an event waits at most for company."""
+        """`max_age_s`: how long an event waits at most for company. `clock_s` times `flush`."""
         self.consumer = consumer
         self.delivered_total = self.buried_total = self.failures_total = self.stuck = 0
         self.last_error: str | None = None
         self._spool, self._sink, self._bury, self._rejected = spool, sink, bury, rejected
-        self._max_events, self._max_age_s = max_events, max_age_s
-        self._min_pause_s, self._max_pause_s = min_pause_s, max_pause_s
+        self._max_events, self._max_bytes, self._max_age_s = max_events, max_bytes, max_age_s
+        self._backoff = Backoff(min_pause_s, max_pause_s, draw)
+        self._clock_s = clock_s
         self._size = max_events
         self._wake = threading.Condition()
         self._stopping = self._hurry = False
@@ -64,11 +71,11 @@ class Drain:
 
     def flush(self, timeout: float) -> bool:
         """Deliver at once what is in the spool now. True when it all was (or is `stuck`), False after `timeout` s."""
-        deadline = time.monotonic() + timeout
+        deadline = self._clock_s() + timeout
         with self._wake:
             goal = self._started + 1
             while self._clean < goal:
-                left = deadline - time.monotonic()
+                left = deadline - self._clock_s()
                 if left <= 0 or not self._thread.is_alive():
                     return False
                 self._hurry = True
@@ -90,7 +97,6 @@ class Drain:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = self._min_pause_s
         while not self._stopping:
             with self._wake:
                 self._started += 1
@@ -102,10 +108,9 @@ class Drain:
                 return
             except Exception as error:  # whatever the sink raises, the events must outlive it
                 self._failed(error)
-                self._pause(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(pause_s * 2, self._max_pause_s)
+                self._pause(self._backoff.next_s())
                 continue
-            pause_s = self._min_pause_s
+            self._backoff.reset()
             with self._wake:
                 self.last_error = None if not self.stuck else self.last_error
                 self._clean = self._started
@@ -115,14 +120,13 @@ class Drain:
     def _pass(self) -> None:
         """Deliver until the spool has nothing that was not tried."""
         while not self._stopping:
-            batch = self._spool.pending(self.consumer, self._size)
+            batch, more = self._spool.batch(self.consumer, self._size, self._max_bytes)
             if not batch:
                 self.stuck = 0
                 return
             stuck = self._deliver(batch)
-            more = len(batch) == self._size and stuck < len(batch)
             self._size = min(self._size * 2, self._max_events)
-            if not more:
+            if not more or stuck == len(batch):
                 self.stuck = stuck
                 return
 
@@ -167,6 +171,7 @@ class Shipper(Drain):
         consumer: str = "clickhouse",
         *,
         max_events: int = 5000,
+        max_bytes: int = 16 << 20,
         max_age_s: float = 0.5,
         max_pause_s: float = 10.0,
     ) -> None:
@@ -176,6 +181,7 @@ class Shipper(Drain):
             store.insert,
             bury=store.bury,
             max_events=max_events,
+            max_bytes=max_bytes,
             max_age_s=max_age_s,
             max_pause_s=max_pause_s,
         )

@@ -214,28 +214,38 @@ class Spool:
 
         Rows that are not what was settled are quarantined and counted, never returned.
         """
-        return self._pending("d.consumer = ? ORDER BY d.seq LIMIT ?", consumer, limit)
+        return self.batch(consumer, limit)[0]
+
+    def batch(self, consumer: str, limit: int, max_bytes: int | None = None) -> tuple[list[UsageEvent], bool]:
+        """The same, ended by the event with which they have `max_bytes`; and whether a bound ended them."""
+        events, size = self._pending("d.consumer = ? ORDER BY d.seq LIMIT ?", consumer, limit, max_bytes=max_bytes)
+        return events, len(events) == limit or (max_bytes is not None and size >= max_bytes)
 
     def pending_between(self, consumer: str, start_us: int, end_us: int, limit: int) -> list[UsageEvent]:
         """The same of requests that began in [start, end), by their time; all of them when fewer than `limit`."""
         rows = "d.consumer = ? AND d.ts_us >= ? AND d.ts_us < ? ORDER BY d.ts_us LIMIT ?"
-        return self._pending(rows, consumer, start_us, end_us, limit)
+        return self._pending(rows, consumer, start_us, end_us, limit)[0]
 
-    def _pending(self, rows: str, consumer: str, *values: int) -> list[UsageEvent]:
+    def _pending(
+        self, rows: str, consumer: str, *values: int, max_bytes: int | None = None
+    ) -> tuple[list[UsageEvent], int]:
+        """The events, and how many bytes of theirs were read."""
         self._check_consumer(consumer)
         columns = "d.seq, CAST(s.event_id AS BLOB), s.digest, s.body"
         sql = f"SELECT {columns} FROM delivery d LEFT JOIN settled s ON s.seq = d.seq WHERE {rows}"  # noqa: S608  # all written here
         while True:
             events: list[UsageEvent] = []
             bad: list[tuple[int, str]] = []
-            for seq, event_id, digest, body in self._read(sql, (consumer, *values)):
+            size = 0
+            for seq, event_id, digest, body in self._read(sql, (consumer, *values), max_bytes):
+                size += len(body or b"")
                 event, reason = _checked(event_id, digest, body)
                 if event is None:
                     bad.append((seq, reason))
                 else:
                     events.append(event)
             if not bad:
-                return events
+                return events, size
             self._quarantine(bad)  # and read again: the caller gets `limit` good events where there are
 
     def ack(self, consumer: str, event_ids: Sequence[str]) -> None:
@@ -527,10 +537,12 @@ class Spool:
         if consumer not in self.consumers:
             raise ValueError(f"unknown consumer {consumer!r}")
 
-    def _read(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    def _read(self, sql: str, values: tuple[Any, ...], max_bytes: int | None = None) -> list[tuple[Any, ...]]:
+        """The rows; with `max_bytes` up to the one with which their last column has so many."""
         with self._read_lock:
             try:
-                return self._reader.execute(sql, values).fetchall()
+                found = self._reader.execute(sql, values)
+                return found.fetchall() if max_bytes is None else _up_to(found, max_bytes)
             except sqlite3.ProgrammingError as error:
                 raise SpoolClosed("the spool is closed") from error
             except sqlite3.Error as error:
@@ -538,6 +550,18 @@ class Spool:
                     self.failures_total += 1
                     self._damaged = self._damaged or _is_damage(error)
                 raise SpoolBroken(f"the spool cannot be read: {error}") from error
+
+
+def _up_to(found: sqlite3.Cursor, max_bytes: int) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in found:
+        rows.append(row)
+        size += len(row[-1] or b"")
+        if size >= max_bytes:
+            break
+    found.close()  # a statement that is not at its end keeps the log from being written back
+    return rows
 
 
 def _is_damage(error: Exception) -> bool:

@@ -1,20 +1,25 @@
-"""Spool to store with everything real: every settled event is counted once, whatever happens to the server."""
+"""Spool to store with everything real: every settled event is counted once, whatever happens to the server.
+
+METERHOUSE_TEST_SHIPPING_ORDERS says how many orders of its troubles are played.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
+import clickhouse_connect
 import msgspec
 import pytest
 
-from metering.clickhouse import UsageStore
+from metering.clickhouse import UsageStore, client_options
 from metering.counts import HOUR_US, add_rows
 from metering.events import Outcome, UsageEvent
-from metering.queries import Query
+from metering.queries import EVENTS, Query
 from metering.shipper import Shipper
 from metering.spool import Spool
 from migrations.runner import migrate_clickhouse
@@ -23,6 +28,7 @@ from tests.doubles.tcp_proxy import TcpProxy
 from tests.sums import row_of
 
 HOUR = 490_000 * HOUR_US
+ORDERS = int(os.environ.get("METERHOUSE_TEST_SHIPPING_ORDERS", "1"))
 
 
 def make_event(i: int, **changes: object) -> UsageEvent:
@@ -119,27 +125,119 @@ def test_the_server_is_killed_between_and_in_inserts(own_server: ClickHouseServe
     store.close()
 
 
-def test_answers_are_lost_after_the_insert_took_place(own_server: ClickHouseServer, spool: Spool) -> None:
-    direct = f"{own_server.url}/meter"
-    migrate_clickhouse(direct)
+def refusal(code: int, text: str) -> bytes:
+    """What ClickHouse answers over HTTP when it cannot."""
+    body = f"Code: {code}. DB::Exception: {text}\n".encode()
+    head = (
+        f"HTTP/1.1 500 Internal Server Error\r\nX-ClickHouse-Exception-Code: {code}\r\n"
+        f"Content-Type: text/plain\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Store:
+    """A server behind a proxy, and everything that may befall it. Each method returns how it ends."""
+
+    def __init__(self, server: ClickHouseServer, proxy: TcpProxy) -> None:
+        self.server, self.proxy = server, proxy
+
+    def down(self) -> Callable[[], object]:
+        self.server.kill()
+        return self.server.start
+
+    def restarted(self) -> Callable[[], object]:
+        self.server.kill()
+        self.server.start()
+        return lambda: None
+
+    def hung(self) -> Callable[[], object]:
+        self.server.pause()
+        return self.server.resume
+
+    def slow(self) -> Callable[[], object]:
+        self.proxy.mode, self.proxy.delay_s = "delay", 0.05
+        return self._passes
+
+    def resetting_after_commit(self) -> Callable[[], object]:
+        self.proxy.mode = "swallow"
+        return self._passes
+
+    def read_only(self) -> Callable[[], object]:
+        self.proxy.say(refusal(242, "Table is in readonly mode (TABLE_IS_READ_ONLY)"))
+        return self._passes
+
+    def disk_full(self) -> Callable[[], object]:
+        self.proxy.say(refusal(243, "Cannot reserve 1.00 MiB, not enough space (NOT_ENOUGH_SPACE)"))
+        return self._passes
+
+    def schema_older(self) -> Callable[[], object]:
+        self._alter("RENAME COLUMN preemptions TO preemptions_of_tomorrow")
+        return lambda: self._alter("RENAME COLUMN preemptions_of_tomorrow TO preemptions")
+
+    def schema_newer(self) -> Callable[[], object]:
+        self._alter("ADD COLUMN IF NOT EXISTS tomorrow String DEFAULT 'unheard of'")
+        return lambda: None
+
+    def _passes(self) -> None:
+        self.proxy.mode = "pass"
+
+    def _alter(self, change: str) -> None:
+        client = clickhouse_connect.get_client(**client_options(f"{self.server.url}/meter"))
+        client.command(f"ALTER TABLE {EVENTS} {change}")
+        client.close()
+
+
+TROUBLES = (
+    "down",
+    "restarted",
+    "hung",
+    "slow",
+    "resetting_after_commit",
+    "read_only",
+    "disk_full",
+    "schema_older",
+    "schema_newer",
+)
+HARMLESS = ("restarted", "slow", "schema_newer")  # events may arrive all the while
+
+
+@pytest.mark.parametrize("seed", range(ORDERS))
+def test_whatever_order_its_troubles_come_in_every_event_is_counted_once(
+    own_server: ClickHouseServer, spool: Spool, seed: int
+) -> None:
+    """Each follows each other in turn, with events settled before, in and after it; some find a backlog, some none."""
+    migrate_clickhouse(f"{own_server.url}/meter")
     proxy = TcpProxy(own_server.http_port)
-    store = UsageStore(f"http://default@127.0.0.1:{proxy.port}/meter")
-    shipper = Shipper(spool, store, max_events=25, max_age_s=0.01, max_pause_s=0.1)
+    store = UsageStore(f"http://default@127.0.0.1:{proxy.port}/meter?send_receive_timeout=1")
+    shipper = Shipper(spool, store, max_events=20, max_age_s=0.01, max_pause_s=0.1)
     shipper.start()
-    events = []
-    for mode in ("swallow", "pass", "swallow", "refuse", "swallow"):
-        proxy.refuse() if mode == "refuse" else setattr(proxy, "mode", mode)
-        batch = [make_event(len(events) + i) for i in range(50)]
-        events += batch
+    rng = random.Random(seed)
+    events: list[UsageEvent] = []
+
+    def settle(count: int) -> None:
+        batch = [make_event(len(events) + i) for i in range(count)]
+        events.extend(batch)
         wait([spool.settle(event) for event in batch])
-        time.sleep(0.4)
-    assert spool.count("clickhouse") > 0
-    proxy.mode = "pass"
+
+    for trouble in rng.sample(TROUBLES, len(TROUBLES)):
+        settle(25)
+        ends = getattr(Store(own_server, proxy), trouble)()
+        failures = shipper.failures_total
+        settle(25)
+        if trouble not in HARMLESS:
+            deadline = time.monotonic() + 20
+            while shipper.failures_total == failures:
+                assert time.monotonic() < deadline, f"{trouble} was not noticed"
+                time.sleep(0.01)
+            assert spool.count("clickhouse") > 0, trouble
+        ends()
+        if rng.random() < 0.5:
+            assert shipper.flush(30), f"after {trouble}: {shipper.last_error}"
     assert shipper.flush(60)
     assert proxy.swallowed > 0
-    assert shipper.buried_total == 0
+    assert shipper.buried_total == 0, "no trouble of the store's is an event's fault"
     check_counted_once(store, events)
-    shipper.stop()
+    assert shipper.stop()
     store.close()
     proxy.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 
 
 class TcpProxy:
@@ -13,11 +14,15 @@ class TcpProxy:
     - "pass": both ways.
     - "swallow": requests reach the server; at its first answer the client's connection is cut (the effect took place).
     - "refuse": new connections are closed at once, open ones are cut.
+    - "delay": answers come `delay_s` later.
+    - "say": requests do not reach the server; each is answered with `said`, and its connection is cut.
     """
 
     def __init__(self, port: int) -> None:
         self.mode = "pass"
         self.swallowed = 0
+        self.delay_s = 0.0
+        self.said = b""
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -30,6 +35,11 @@ class TcpProxy:
         """Cut what is open and take nothing new."""
         self.mode = "refuse"
         self._cut_all()
+
+    def say(self, answer: bytes) -> None:
+        """Answer in the server's place, whatever is asked."""
+        self.said = answer
+        self.mode = "say"
 
     def close(self) -> None:
         """Stop listening, cut everything, wait for the threads."""
@@ -49,7 +59,11 @@ class TcpProxy:
             if self.mode == "refuse":
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # nobody listens there now
+                client.close()
+                continue
             with self._lock:
                 self._open |= {client, server}
             for source, sink, is_answer in ((client, server, False), (server, client, True)):
@@ -63,6 +77,11 @@ class TcpProxy:
                 if is_answer and self.mode == "swallow":
                     self.swallowed += 1
                     break
+                if not is_answer and self.mode == "say":
+                    source.sendall(self.said)
+                    break
+                if is_answer and self.mode == "delay":
+                    time.sleep(self.delay_s)
                 sink.sendall(data)
         self._cut(source, sink)
 

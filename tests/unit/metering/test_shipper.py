@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from metering.backoff import Backoff
 from metering.errors import Rejected
 from metering.events import UsageEvent
 from metering.shipper import Drain
@@ -191,6 +194,69 @@ def test_connection_errors_never_bury_and_shrink_the_batch(spool: Spool, sink: S
     assert buried == []
     assert len(set(sink.taken)) == len(sink.taken) == 64
     assert worker.last_error is None or worker.flush(10)
+
+
+def test_pauses_double_to_their_bound_with_jitter_and_begin_anew_after_a_success(
+    spool: Spool, sink: Sink, drain
+) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def draw(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return low
+
+    fail = [7, 2]
+
+    def fault(events: list[UsageEvent]) -> None:
+        if fail and fail[0]:
+            fail[0] -= 1
+            raise OSError("down")
+
+    sink.fault = fault
+    settle(spool, 1)
+    worker = drain(min_pause_s=0.001, max_pause_s=0.02, draw=draw)
+    until(lambda: spool.count("ledger") == 0)
+    full = [0.001, 0.002, 0.004, 0.008, 0.016, 0.02, 0.02]
+    assert drawn == [(each / 2, each) for each in full]
+    assert worker.failures_total == 7
+    fail.pop(0)
+    settle(spool, 2)
+    until(lambda: spool.count("ledger") == 0)
+    assert drawn[7:] == [(0.0005, 0.001), (0.001, 0.002)]
+
+
+def test_what_it_draws_spreads_those_who_failed_together() -> None:
+    pauses = [Backoff(0.1, 10.0, random.Random(seed).uniform) for seed in range(200)]
+    for full in (0.1, 0.2, 0.4):
+        waited = sorted(each.next_s() for each in pauses)
+        assert full / 2 <= waited[0] < 0.55 * full
+        assert 0.95 * full < waited[-1] <= full
+        assert len(set(waited)) == 200
+
+
+def test_a_batch_ends_at_its_bytes_too(spool: Spool, sink: Sink, drain) -> None:
+    events = [make_event(i, user="x" * 1000) for i in range(10)]
+    wait([spool.settle(event) for event in events])
+    worker = drain(max_bytes=4000, max_age_s=30.0)
+    until(lambda: spool.count("ledger") == 0)
+    assert [len(batch) for batch in sink.batches] == [3, 3, 3, 1]
+    assert worker.delivered_total == 10
+    huge = make_event(99, user="x" * 9000)
+    spool.settle(huge).result()
+    assert worker.flush(10)
+    assert sink.batches[-1] == [huge.event_id]
+
+
+def test_a_flush_gives_up_by_its_clock(spool: Spool, sink: Sink, drain) -> None:
+    now_s = itertools.chain([0.0, 0.5], itertools.count(10.0, 10.0))
+    worker = drain(clock_s=lambda: next(now_s), min_pause_s=60.0, max_pause_s=60.0)
+
+    def fault(events: list[UsageEvent]) -> None:
+        raise OSError("down")
+
+    sink.fault = fault
+    settle(spool, 1)
+    assert not worker.flush(9.9)
 
 
 def test_stop_ships_what_is_there_and_then_nothing(spool: Spool, sink: Sink, drain) -> None:
