@@ -17,6 +17,7 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
+from billing.daily import DailyCharges
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.invoice import InvoiceFact, Invoices
 from billing.ledger import CreditGranted, Ledger, LedgerFact, UsageRated, UsageUnrated
@@ -56,6 +57,7 @@ class Books:
         self.prices = PriceBook()
         self.ledger = Ledger()
         self.invoices = Invoices()
+        self.daily = DailyCharges()
 
     def apply(self, row: StoredEvent) -> Fact | None:
         """Fold the next row in and give its fact; a row already folded in changes nothing and gives None.
@@ -70,7 +72,10 @@ class Books:
             raise LedgerCorrupt(row.seq, "content and hash differ")
         fact = fact_of(row)
         match fact:
-            case UsageRated() | UsageUnrated() | CreditGranted():
+            case UsageRated():
+                self.ledger.apply(fact)
+                self.daily.apply(fact)
+            case UsageUnrated() | CreditGranted():
                 self.ledger.apply(fact)
             case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
                 self.accounts.apply(fact)

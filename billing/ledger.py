@@ -65,6 +65,7 @@ class UsageRated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.rated"):
     price_id: str
     amount_femto: str  # text: a charge may need more than 64 bits
     rated_later: bool = False  # it had no price at first: by its time alone the book would still find none
+    key_id: str = ""
 
 
 class UsageUnrated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.unrated"):

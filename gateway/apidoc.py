@@ -22,6 +22,7 @@ from gateway import paths
 from gateway.admin import ADMIN_SCHEME
 from gateway.errors import ErrorBody
 from gateway.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.openai.usage_query import COSTS, USAGE, described
 
 SCHEMA = "/schema"
 TENANT_SCHEME = "tenantKey"  # what OpenAPI calls the bearer key of `/v1`
@@ -32,6 +33,7 @@ BODIES: dict[str, type[Any]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+PARAMETERS = {"/v1/organization/usage/completions": described(USAGE), "/v1/organization/costs": described(COSTS)}
 STREAMED = ("/v1/chat/completions", "/v1/completions")
 
 ERRORS = {
@@ -112,6 +114,9 @@ def _describe(path: str, method: str, operation: JSON) -> None:
     if path in BODIES:
         operation["security"] = [{TENANT_SCHEME: []}]
         operation["requestBody"] = {"required": True, "content": _json({"$ref": _REF + BODIES[path].__name__})}
+    elif path in PARAMETERS:
+        operation["security"] = [{ADMIN_SCHEME: []}, {TENANT_SCHEME: []}]
+        operation["parameters"] = PARAMETERS[path]
     elif path.startswith("/v1/"):
         operation["security"] = [{TENANT_SCHEME: []}]
     answers = operation["responses"]

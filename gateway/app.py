@@ -33,6 +33,7 @@ from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions
 from gateway.openai.edge import Edge, Tokenizer
 from gateway.openai.models import get_model, list_models
+from gateway.openai.organization import organization_router
 from gateway.openai.tokenize import detokenize, tokenize
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
@@ -135,7 +136,7 @@ def create_app(
         pointer,
     ]
     return Litestar(
-        route_handlers=[*routes, *([admin_router(admin)] if admin is not None else [])],
+        route_handlers=[*routes, *([admin_router(admin), organization_router(admin)] if admin is not None else [])],
         dependencies={
             "edge": _constant(edge),
             "health": _constant(health),

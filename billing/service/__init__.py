@@ -10,12 +10,13 @@ from billing.holds import Hold
 from billing.ledger import Balance, Grant
 from billing.service.accounts import AccountService
 from billing.service.credits import CreditService
+from billing.service.daily import DailyService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
 from billing.service.shell import Idempotency
 
 
-class Billing(AccountService, PriceService, CreditService, ReconcileService):
+class Billing(AccountService, PriceService, DailyService, CreditService, ReconcileService):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 
     Thread-safe. `authenticate`, `resolve_model`, `quote`, the holds and `settle` touch memory only, for

@@ -179,6 +179,7 @@ class UsageService(Shell):
             price_id=price.id,
             amount_femto=str(amount_femto(event, price.rate)),
             rated_later=known_us is not None,
+            key_id=event.key_id,
         )
 
     def _price(self, usage: UsageEvent | Unrated, known_us: int) -> PriceVersion | None:
