@@ -29,13 +29,26 @@ class Floor:
         )
 
 
-def floor(model: Path, bits: float) -> Floor:
-    """The floor of a model whose every weight has so many bits (scales of quantized ones left out)."""
-    nbytes = bits / 8 * sum(tensor.numel() for _, tensor in load_weights(model))
+def weight_bytes(model: Path, bits: float) -> float:
+    """Of a model whose every weight has so many bits (scales of quantized ones left out)."""
+    return bits / 8 * sum(tensor.numel() for _, tensor in load_weights(model))
+
+
+def bandwidth(nbytes: float, *, for_s: float = 1.0) -> float:
+    """Bytes/s of the fastest of many readings of so much memory, by every core.
+
+    What a machine shared with others gives changes by the minute, nearly by two: measure beside what is compared.
+    """
     buffer = torch.ones(int(nbytes) // 4, dtype=torch.float32)
     seconds = []
-    for _ in range(7):
-        began = time.perf_counter()
+    until = time.perf_counter() + for_s
+    while (began := time.perf_counter()) < until:
         buffer.sum()
         seconds.append(time.perf_counter() - began)
-    return Floor(nbytes, buffer.nbytes / min(seconds))
+    return buffer.nbytes / min(seconds)
+
+
+def floor(model: Path, bits: float) -> Floor:
+    """The floor of a model whose every weight has so many bits, as the machine is now."""
+    nbytes = weight_bytes(model, bits)
+    return Floor(nbytes, bandwidth(nbytes))

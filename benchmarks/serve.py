@@ -2,12 +2,15 @@
 
     python benchmarks/serve.py --setting bf16 --setting int8 --out runs.jsonl \
         --peer 'name=vllm,url=http://127.0.0.1:8101/v1,model=smol,start=vllm serve MODEL --port 8101'
+    python benchmarks/serve.py --together --workload short --peer …
     python benchmarks/serve.py --growth --out growth.jsonl
     python benchmarks/serve.py --tables runs.jsonl          # what was measured before, printed again
 
-One server runs at a time. Prompts are words of exact length that no prefix cache holds, an answer has exactly 64
-tokens, a figure is the median of the repeats. Every measurement is appended to `--out` as it is made, so a long run may
-be taken in parts: the tables are made of the whole file, each figure of its latest measurement.
+One server runs at a time; `--together` starts all and asks one after the other in each repeat, so that what changes
+in the machine meanwhile meets all alike (an idle server must not work: what all use then is told). Prompts are words of
+exact length that no prefix cache holds, an answer has exactly 64 tokens, a figure is the median of the repeats. Every
+measurement is appended to `--out` as it is made, so a long run may be taken in parts: the tables are made of the whole
+file, each figure of its latest measurement.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import loras
 import msgspec
-from floor import floor
+from floor import Floor, bandwidth, weight_bytes
+from processes import busy
 from rich.console import Console
 from servers import Absent, Peer, Server, meterhouse, peer
 
@@ -64,16 +70,31 @@ class Row(msgspec.Struct, kw_only=True):
     measured: Statistics
     load_before: float  # of the machine, a core
     first_token_s: float | None = None  # from the server's start to the first token of its first answer
+    bandwidth: float | None = None  # bytes/s of reading memory just before, at concurrency 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server that is to be compared: how to start it, given a log, and with which workloads."""
+
+    name: str
+    start: Callable[[Path], AbstractContextManager[Server]]
+    workloads: Sequence[str]
+    ours: bool
+
+    def models(self, server: Server, workload: str) -> Sequence[str]:
+        return server.adapters if self.ours and workload == "lora" else server.models
 
 
 class Bench:
     """Asks servers, and keeps what came of it."""
 
-    def __init__(self, tokenizer: Tokenizer, out: Path | None, repeats: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, model: Path, out: Path | None, repeats: int) -> None:
+        self._tokenizer = Tokenizer(model)
+        self._bytes = weight_bytes(model, BITS["bf16"])
         self._out = out
         self._repeats = repeats
-        self._first_token_s: float | None = None  # of the server that runs
+        self._first_token_s: dict[str, float] = {}  # by server
         self.rows: list[Row] = []
         self.absent: list[str] = []
 
@@ -87,13 +108,55 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with start(Path(folder) / "log") as server:
-                    self._first_token_s = self._first(server)
-                    ready = "" if server.ready_s is None else f", ready after {server.ready_s:.1f} s"
-                    say(f"{name}{ready}")
+                    self._greet(server)
                     measure(server)
             except Absent as error:
-                self.absent.append(f"{name}: {error}")
-                say(f"{name} is left out: {error}")
+                self._leave_out(name, error)
+
+    def _greet(self, server: Server) -> None:
+        ready = ""
+        if server.ready_s is not None:
+            load = serve.Load(requests=1, concurrency=1, repeats=1, warmup=0)
+            first = medians(self._ask(server, load, "59", server.models)).ttft_ms.p50
+            self._first_token_s[server.name] = server.ready_s + first / 1e3
+            ready = f", ready after {server.ready_s:.1f} s"
+        say(f"{server.name}{ready}")
+
+    def _leave_out(self, name: str, error: Absent) -> None:
+        self.absent.append(f"{name}: {error}")
+        say(f"{name} is left out: {error}")
+
+    def together(self, contenders: Sequence[Contender], workloads: Sequence[str], concurrency: Sequence[int]) -> None:
+        """Start all, then ask one after the other in each repeat of each figure."""
+        with ExitStack() as stack:
+            servers: list[tuple[Contender, Server]] = []
+            for contender in contenders:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                try:
+                    server = stack.enter_context(contender.start(Path(folder) / "log"))
+                except Absent as error:
+                    self._leave_out(contender.name, error)
+                    continue
+                self._greet(server)
+                servers.append((contender, server))
+            say(f"all idle: {busy(10):.1%} of the machine is used")
+            for workload in workloads:
+                for count in concurrency:
+                    self._in_turn([each for each in servers if workload in each[0].workloads], workload, count)
+
+    def _in_turn(self, servers: Sequence[tuple[Contender, Server]], workload: str, concurrency: int) -> None:
+        found: dict[str, list[Statistics]] = {}
+        load = _load(concurrency, repeats=1)
+        before = _load_before()
+        read = self._read(concurrency)
+        for repeat in range(self._repeats):
+            for contender, server in servers:
+                if repeat == 1:
+                    load = msgspec.structs.replace(load, warmup=0)
+                of = self._ask(server, load, WORKLOADS[workload], contender.models(server, workload))
+                found.setdefault(server.name, []).extend(of)
+        for contender, server in servers:
+            self._keep(server, workload, concurrency, contender.ours, medians(found[server.name]), before, read)
 
     def measure(
         self,
@@ -107,14 +170,24 @@ class Bench:
         prefix: int = 0,
         requests: int | None = None,
     ) -> None:
-        load = serve.Load(
-            requests=requests or max(6, 3 * concurrency if concurrency < 32 else 2 * concurrency),
-            concurrency=concurrency,
-            repeats=self._repeats,
-            warmup=max(4, min(concurrency, 8)),
-        )
-        before = os.getloadavg()[0] / (os.cpu_count() or 1)
-        measured = self._ask(server, load, input_len, models or server.models, prefix)
+        load = _load(concurrency, repeats=self._repeats, requests=requests)
+        before, read = _load_before(), self._read(concurrency)
+        measured = medians(self._ask(server, load, input_len, models or server.models, prefix))
+        self._keep(server, workload, concurrency, ours, measured, before, read)
+
+    def _read(self, concurrency: int) -> float | None:
+        return bandwidth(self._bytes) if concurrency == 1 else None
+
+    def _keep(
+        self,
+        server: Server,
+        workload: str,
+        concurrency: int,
+        ours: bool,
+        measured: Statistics,
+        before: float,
+        read: float | None,
+    ) -> None:
         row = Row(
             server=server.name,
             ours=ours,
@@ -122,7 +195,8 @@ class Bench:
             concurrency=concurrency,
             measured=measured,
             load_before=before,
-            first_token_s=self._first_token_s,
+            first_token_s=self._first_token_s.get(server.name),
+            bandwidth=read,
         )
         self.rows.append(row)
         if self._out is not None:
@@ -131,19 +205,14 @@ class Bench:
         failed = f", failed: {measured.errors}" if measured.failed else ""
         short = "" if measured.output_tokens == OUTPUT_TOKENS * measured.ok else ", answers of other lengths"
         say(
-            f"  {workload:>14} × {concurrency:<3} {measured.output_tok_per_s:8.1f} tok/s, TTFT p50 "
+            f"  {server.name}: {workload:>14} × {concurrency:<3} {measured.output_tok_per_s:8.1f} tok/s, TTFT p50 "
             f"{measured.ttft_ms.p50:7.1f} ms, TPOT p50 {measured.tpot_ms.p50:6.2f} ms{failed}{short}"
         )
 
-    def _first(self, server: Server) -> float | None:
-        if server.ready_s is None:
-            return None
-        load = serve.Load(requests=1, concurrency=1, repeats=1, warmup=0)
-        return server.ready_s + self._ask(server, load, "59", server.models).ttft_ms.p50 / 1e3
-
     def _ask(
         self, server: Server, load: serve.Load, input_len: str, models: Sequence[str], prefix: int = 0
-    ) -> Statistics:
+    ) -> list[Statistics]:
+        """Each repeat."""
         prompts = Synthetic(
             input_len=Lengths.parse(input_len),
             output_len=Lengths.parse(str(OUTPUT_TOKENS)),
@@ -153,7 +222,20 @@ class Bench:
         )
         bodies = Bodies(models=models, endpoint=server.endpoint, ignore_eos=server.ignore_eos, extras=server.bodies)
         target = Target.parse(server.url, api_key=server.api_key)
-        return medians(of_record(serve.Benchmark(target, prompts, bodies, load).run()))
+        return of_record(serve.Benchmark(target, prompts, bodies, load).run())
+
+
+def _load(concurrency: int, *, repeats: int, requests: int | None = None) -> serve.Load:
+    return serve.Load(
+        requests=requests or max(6, 3 * concurrency if concurrency < 32 else 2 * concurrency),
+        concurrency=concurrency,
+        repeats=repeats,
+        warmup=max(4, min(concurrency, 8)),
+    )
+
+
+def _load_before() -> float:
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def say(line: str) -> None:
@@ -164,7 +246,17 @@ def say(line: str) -> None:
 
 
 def compare(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -> None:
-    """Ours in each setting, then each peer: the workloads at each concurrency."""
+    """Ours in each setting and each peer: the workloads at each concurrency."""
+    contenders = _contenders(bench, asked, adapters)
+    if asked.together:
+        bench.together(contenders, asked.workload, asked.concurrency)
+        return
+    for contender in contenders:
+        bench.each(contender.name, contender.start, partial(_workloads, bench, asked, contender))
+
+
+def _contenders(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -> list[Contender]:
+    found: list[Contender] = []
     known = {field.name for field in settings.fields()}
     for setting in asked.setting:
         if NEEDS.get(setting, "model") not in known:
@@ -172,17 +264,20 @@ def compare(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -
             continue
         name, flags = f"Meterhouse {setting}", [*SETTINGS[setting], *asked.flag]
         starting = partial(meterhouse, name, flags, adapters, model=asked.model)
-        bench.each(name, starting, partial(_workloads, bench, asked, asked.workload, True))
+        found.append(Contender(name, starting, asked.workload, True))
     for other in asked.peer:
         workloads = [workload for workload in asked.workload if workload in other.workloads]
-        bench.each(other.server.name, partial(peer, other), partial(_workloads, bench, asked, workloads, False))
+        found.append(Contender(other.server.name, partial(peer, other), workloads, False))
+    return found
 
 
-def _workloads(bench: Bench, asked: argparse.Namespace, workloads: Sequence[str], ours: bool, server: Server) -> None:
-    for workload in workloads:
-        models = server.adapters if ours and workload == "lora" else server.models
+def _workloads(bench: Bench, asked: argparse.Namespace, contender: Contender, server: Server) -> None:
+    for workload in contender.workloads:
+        models = contender.models(server, workload)
         for concurrency in asked.concurrency:
-            bench.measure(server, workload, concurrency, ours=ours, input_len=WORKLOADS[workload], models=models)
+            bench.measure(
+                server, workload, concurrency, ours=contender.ours, input_len=WORKLOADS[workload], models=models
+            )
 
 
 def growth(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -> None:
@@ -242,8 +337,9 @@ def tables(rows: Sequence[Row], model: Path) -> Iterator[str]:
     failed = sum(row.measured.failed for row in found.values())
     yield f"failed requests: {failed}; load a core before a measurement: {_loads(rows)}"
     for setting, bits in BITS.items():
-        if any(row.server == f"Meterhouse {setting}" for row in rows):
-            yield f"floor, {setting}: {floor(model, bits)}"
+        read = [row.bandwidth for row in rows if row.server == f"Meterhouse {setting}" and row.bandwidth is not None]
+        if read:
+            yield f"floor, {setting}: {Floor(weight_bytes(model, bits), median(read))} ({_range(read)} GB/s)"
 
 
 def _line(title: str, cells: Sequence[str]) -> str:
@@ -261,6 +357,10 @@ def _ratio(left: Row | None, right: Row | None) -> str:
     if left is None or right is None or not right.measured.output_tok_per_s:
         return "-"
     return f"{left.measured.output_tok_per_s / right.measured.output_tok_per_s:.2f}"
+
+
+def _range(read: Sequence[float]) -> str:
+    return f"{min(read) / 1e9:.1f} to {max(read) / 1e9:.1f}"
 
 
 def _loads(rows: Sequence[Row]) -> str:
@@ -282,6 +382,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_numbers, default=[1, 8, 32], help="1,8,32")
     parser.add_argument("--adapter", action="append", default=[], type=Path, help="folder; repeated [four random ones]")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="start all servers and ask them in turn")
     parser.add_argument("--growth", action="store_true", help="how ours grows, instead of the comparison")
     parser.add_argument("--out", type=Path, help="append each measurement to this file")
     parser.add_argument("--tables", type=Path, help="print the tables of such a file, measure nothing")
@@ -312,7 +413,7 @@ def main() -> None:
         rows = load(asked.tables)
     else:
         raise_file_limit()
-        bench = Bench(Tokenizer(model), asked.out, asked.repeats)
+        bench = Bench(model, asked.out, asked.repeats)
         with tempfile.TemporaryDirectory(prefix="meterhouse-loras-") as folder:
             adapters = asked.adapter or [
                 loras.write(Path(folder) / str(seed), ModelConfig.from_folder(model), seed=seed)
