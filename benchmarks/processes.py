@@ -1,11 +1,10 @@
-"""What processes take of the machine, read from Linux's /proc: memory, open descriptors, threads, the cores' time.
+"""What a process takes of the machine, read from Linux's /proc: memory, open descriptors, threads.
 
 Knows: the files of proc(5). Does not know: what the processes do.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import median
 
@@ -69,20 +68,6 @@ def child(pid: int, part: str) -> int:
             if part in (PROC / number / "cmdline").read_text():
                 return int(number)
     raise LookupError(f"process {pid} has no child {part}")
-
-
-def busy(for_s: float) -> float:
-    """The part of all cores' time that anything used meanwhile."""
-    before = _times()
-    time.sleep(for_s)
-    idle, total = (after - earlier for after, earlier in zip(_times(), before, strict=True))
-    return 1 - idle / total
-
-
-def _times() -> tuple[int, int]:
-    """Ticks of all cores since the start of the machine: idle, and all of them."""
-    ticks = list(map(int, (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]))
-    return ticks[3] + ticks[4], sum(ticks)
 
 
 class Course(msgspec.Struct):

@@ -6,8 +6,8 @@
     python benchmarks/serve.py --growth --out growth.jsonl
     python benchmarks/serve.py --tables runs.jsonl          # what was measured before, printed again
 
-One server runs at a time; `--together` starts all and asks one after the other in each repeat, so that what changes
-in the machine meanwhile meets all alike (an idle server must not work: what all use then is told). Prompts are words of
+One server runs at a time; `--together` starts all and asks one after the other in each repeat, the others stopped
+(SIGSTOP), so that what changes in the machine meanwhile meets all alike. Prompts are words of
 exact length that no prefix cache holds, an answer has exactly 64 tokens, a figure is the median of the repeats. Every
 measurement is appended to `--out` as it is made, so a long run may be taken in parts: the tables are made of the whole
 file, each figure of its latest measurement.
@@ -31,7 +31,6 @@ from statistics import median
 import loras
 import msgspec
 from floor import Floor, bandwidth, weight_bytes
-from processes import busy
 from rich.console import Console
 from servers import Absent, Peer, Server, meterhouse, peer
 
@@ -139,23 +138,27 @@ class Bench:
                     continue
                 self._greet(server)
                 servers.append((contender, server))
-            say(f"all idle: {busy(10):.1%} of the machine is used")
             for workload in workloads:
                 for count in concurrency:
-                    self._in_turn([each for each in servers if workload in each[0].workloads], workload, count)
+                    self._in_turn(servers, workload, count)
 
     def _in_turn(self, servers: Sequence[tuple[Contender, Server]], workload: str, concurrency: int) -> None:
+        asked = [each for each in servers if workload in each[0].workloads]
         found: dict[str, list[Statistics]] = {}
         load = _load(concurrency, repeats=1)
         before = _load_before()
         read = self._read(concurrency)
         for repeat in range(self._repeats):
-            for contender, server in servers:
+            for contender, server in asked:
                 if repeat == 1:
                     load = msgspec.structs.replace(load, warmup=0)
-                of = self._ask(server, load, WORKLOADS[workload], contender.models(server, workload))
+                with ExitStack() as stack:
+                    for _, other in servers:
+                        if other is not server:
+                            stack.enter_context(other.stopped())
+                    of = self._ask(server, load, WORKLOADS[workload], contender.models(server, workload))
                 found.setdefault(server.name, []).extend(of)
-        for contender, server in servers:
+        for contender, server in asked:
             self._keep(server, workload, concurrency, contender.ours, medians(found[server.name]), before, read)
 
     def measure(

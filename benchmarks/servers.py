@@ -46,6 +46,18 @@ class Server:
     endpoint: str = "chat"
     adapters: Sequence[str] = ()  # names of adapters, beside the base model
     ready_s: float | None = None  # from its start until it was ready; None: it ran already
+    group: int | None = None  # its processes, where they were started here
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Meanwhile its processes get no time at all. Some servers look around when they have nothing to do."""
+        if self.group is None:
+            raise Absent("only what was started here can be stopped")
+        os.killpg(self.group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.group, signal.SIGCONT)
 
 
 @dataclass
@@ -90,6 +102,7 @@ def peer(of: Peer, log: Path) -> Iterator[Server]:
     if _answers(of.server.url + "/models"):
         raise Absent("something listens at its address already")
     with _group(["/bin/sh", "-c", f"exec {of.start}"], {}, log) as child:
+        of.server.group = child.pid
         of.server.ready_s = _wait(of.server.url + "/models", child, log, READY_S)
         yield of.server
 
@@ -128,7 +141,15 @@ def meterhouse(
             base, key = _prepare(ours.url, ours.admin_key, dict(zip(names, adapters, strict=True)))
         except CallFailed as error:
             raise Absent(str(error)) from error
-        yield Server(name=name, url=f"{ours.url}/v1", models=[base], api_key=key, adapters=names, ready_s=ours.ready_s)
+        yield Server(
+            name=name,
+            url=f"{ours.url}/v1",
+            models=[base],
+            api_key=key,
+            adapters=names,
+            ready_s=ours.ready_s,
+            group=ours.pid,
+        )
 
 
 def _prepare(url: str, admin_key: str, adapters: dict[str, Path]) -> tuple[str, str]:
