@@ -10,12 +10,24 @@ from typing import Any
 
 import msgspec
 
-from billing.checks import Faults
+from billing.checks import AMOUNT_MAX_FEMTO, Faults
 from billing.errors import Conflict, Invalid, NotFound, UnknownModel
+from billing.money import parse_amount
+from billing.periods import UTC_NAME, zone_names
 
 KEYS_PER_TENANT = 10_000
 ADAPTERS_PER_TENANT = 10_000
-CHANGEABLE = ("name", "stripe_customer_id", "default_adapter", "limits", "status")
+CHANGEABLE = (
+    "name",
+    "stripe_customer_id",
+    "default_adapter",
+    "limits",
+    "status",
+    "billing_mode",
+    "monthly_cap",
+    "top_up",
+    "timezone",
+)
 
 
 class TenantStatus(StrEnum):
@@ -25,11 +37,26 @@ class TenantStatus(StrEnum):
     SUSPENDED = "suspended"
 
 
+class BillingMode(StrEnum):
+    """A prepaid tenant spends what it was granted; a postpaid one what its monthly cap allows, if it has one."""
+
+    PREPAID = "prepaid"
+    POSTPAID = "postpaid"
+
+
+class TopUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for `amount` when the balance falls below `threshold`; both exact decimal text."""
+
+    threshold: str
+    amount: str
+
+
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """One customer of the house.
 
     `limits` may hold requests_per_minute, tokens_per_minute and concurrent, and weight: its share of the engine while
-    others want it too, 1 where there is none.
+    others want it too, 1 where there is none. `monthly_cap` is exact decimal text; it and `timezone`, an IANA name,
+    say how much a month of the tenant's calendar may cost (`billing/budgets.py`).
     """
 
     id: str
@@ -40,6 +67,10 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     created_us: int
     status: TenantStatus = TenantStatus.ACTIVE
+    billing_mode: BillingMode = BillingMode.PREPAID
+    monthly_cap: str | None = None
+    top_up: TopUp | None = None
+    timezone: str = UTC_NAME
 
     def check(self) -> None:
         """Raise `Invalid` with every fault."""
@@ -54,7 +85,24 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
         faults.limits("limits", self.limits)
         if self.status not in list(TenantStatus):
             faults.add("status", "must be active or suspended")
+        self._check_billing(faults)
         faults.raise_if_any()
+
+    def _check_billing(self, faults: Faults) -> None:
+        if self.billing_mode not in list(BillingMode):
+            faults.add("billing_mode", "must be prepaid or postpaid")
+        if self.monthly_cap is not None:
+            faults.money("monthly_cap", self.monthly_cap, parse_amount, AMOUNT_MAX_FEMTO)
+            if self.billing_mode != BillingMode.POSTPAID:
+                faults.add("monthly_cap", "is for postpaid tenants")
+        if self.top_up is not None:
+            faults.money("top_up.threshold", self.top_up.threshold, parse_amount, AMOUNT_MAX_FEMTO)
+            if faults.money("top_up.amount", self.top_up.amount, parse_amount, AMOUNT_MAX_FEMTO) == 0:
+                faults.add("top_up.amount", "must be more than 0")
+            if self.billing_mode != BillingMode.PREPAID:
+                faults.add("top_up", "is for prepaid tenants")
+        if self.timezone not in zone_names():
+            faults.add("timezone", "must be an IANA time zone, such as Europe/Berlin")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +255,9 @@ class Accounts:
         default = changed.default_adapter
         if default not in (None, tenant.default_adapter) and default not in self._adapters_of.get(tenant_id, {}):
             raise Invalid([("default_adapter", "is not an adapter of this tenant")])
-        return msgspec.structs.replace(changed, status=TenantStatus(changed.status))
+        return msgspec.structs.replace(
+            changed, status=TenantStatus(changed.status), billing_mode=BillingMode(changed.billing_mode)
+        )
 
     def check_new_adapter(self, adapter: AdapterRecord) -> None:
         """Raise `Conflict` where the load has a name already or the tenant has too many adapters."""

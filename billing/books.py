@@ -1,4 +1,4 @@
-"""All that the event log says, folded: accounts, prices, ledger, invoices.
+"""All that the event log says, folded: accounts, prices, ledger, budgets, invoices.
 
 Pure: the same rows in the same order give the same books, in every process and at any later time.
 """
@@ -18,13 +18,15 @@ from billing.accounts import (
     TenantUpdated,
 )
 from billing.daily import DailyCharges
+from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.errors import LedgerCorrupt, LedgerUnavailable
+from billing.grants import CreditGranted, GrantExpired
 from billing.invoice import InvoiceFact, Invoices
-from billing.ledger import CreditGranted, Ledger, LedgerFact, UsageRated, UsageUnrated
+from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
 from billing.prices import PriceBook, PriceSet
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 
-Fact = AccountFact | PriceSet | LedgerFact | InvoiceFact
+Fact = AccountFact | PriceSet | LedgerFact | BudgetFact | InvoiceFact
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
@@ -55,7 +57,8 @@ class Books:
         self.hash = GENESIS
         self.accounts = Accounts()
         self.prices = PriceBook()
-        self.ledger = Ledger()
+        self.ledger = Ledger(self.accounts)
+        self.budgets = Budgets(self.accounts)
         self.invoices = Invoices()
         self.daily = DailyCharges()
 
@@ -75,8 +78,11 @@ class Books:
             case UsageRated():
                 self.ledger.apply(fact)
                 self.daily.apply(fact)
-            case UsageUnrated() | CreditGranted():
+                self.budgets.charge(fact.tenant, fact.key_id, fact.adapter, fact.ts_us, int(fact.amount_femto))
+            case UsageUnrated() | CreditGranted() | GrantExpired() | TopUpRequested() | QuotaExhausted():
                 self.ledger.apply(fact)
+            case BudgetSet() | BudgetRemoved() | BudgetReached():
+                self.budgets.apply(fact)
             case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
                 self.accounts.apply(fact)
             case PriceSet():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from billing.errors import Invalid
-from billing.money import MoneyError, minor_digits
+from billing.money import FEMTO, MoneyError, minor_digits
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MODEL = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
@@ -15,6 +15,7 @@ TEXT_LIMIT = 200
 REQUESTS, TOKENS, CONCURRENT, WEIGHT = "requests_per_minute", "tokens_per_minute", "concurrent", "weight"
 LIMITS = (REQUESTS, TOKENS, CONCURRENT, WEIGHT)
 LIMIT_MAX = 10**12
+AMOUNT_MAX_FEMTO = 10**12 * FEMTO  # of a grant, a budget, a cap: typing errors end here
 LATEST_US = 253_402_300_800_000_000  # the year 10000
 
 

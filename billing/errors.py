@@ -15,6 +15,7 @@ BillingError
 ├── ExportError           the payment provider did not take the invoice
 │   └── StripeNotConfigured
 └── LedgerUnavailable     the event store cannot be reached, or is not migrated
+    ├── LeaseLost         it was away for too long: others may have what was leased here
     └── LedgerCorrupt     the hash chain does not hold
 """
 
@@ -83,11 +84,16 @@ class LedgerDisagrees(Conflict):
 
 
 class InsufficientCredits(BillingError):
-    """The balance cannot cover the prompt and one token of answer. Amounts in femto-units."""
+    """The balance, or the budget of this name, cannot cover the prompt and one token of answer; femto-units.
 
-    def __init__(self, needed_femto: int, available_femto: int) -> None:
+    `quota` is what it was refused by (`billing/quotas.py`).
+    """
+
+    def __init__(self, needed_femto: int, available_femto: int, quota: str = "", budget: str = "") -> None:
         self.needed_femto, self.available_femto = needed_femto, available_femto
-        super().__init__("the tenant's credits do not cover this request")
+        self.quota, self.budget = quota, budget
+        by = f"The budget {budget!r}" if budget else "The balance"
+        super().__init__(f"{by} does not cover this request.")
 
 
 class NoPrice(BillingError):
@@ -104,6 +110,10 @@ class StripeNotConfigured(ExportError):
 
 class LedgerUnavailable(BillingError):
     """The event store cannot be used now."""
+
+
+class LeaseLost(LedgerUnavailable):
+    """This process may spend nothing more until it has leased it anew."""
 
 
 class LedgerCorrupt(LedgerUnavailable):

@@ -16,6 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from billing.errors import Conflict, NotFound
+from billing.leases import LeaseTable
 from billing.store import EventStore
 
 ALIVE_US = 15_000_000  # seen so lately: it runs, or did a moment ago
@@ -85,8 +86,8 @@ class Gateways:
             connection.execute(_table.delete().where(_table.c.folder == folder))
 
     def remove(self, id: str, now_us: int) -> None:
-        """An operator gives a gateway up for good; what its folder still holds will be late. Raises `NotFound`, and
-        `Conflict` for one that is alive."""
+        """An operator gives a gateway up for good: what its folder still holds will be late, and what it had leased is
+        nobody's. Raises `NotFound`, and `Conflict` for one that is alive."""
         with self._store.connected(write=True) as connection:
             row = _find(connection, id)
             if row is None:
@@ -94,6 +95,7 @@ class Gateways:
             as_seen = (_table.c.id == id) & (_table.c.seen_us == row.seen_us)
             if row.alive(now_us) or not connection.execute(_table.delete().where(as_seen)).rowcount:
                 raise Conflict(f"the gateway {id!r} was seen a moment ago: stop it, and it removes itself")
+            LeaseTable(connection).leave(id)
 
     def all(self) -> list[GatewayRow]:
         """Every gateway that holds, or may hold, usage that is not stored yet; by id."""

@@ -2,7 +2,8 @@
 
 A hold covers the prompt at its dearest and a number of completion tokens; the engine is never allowed a
 token that is not covered. So the sum of what is billed never exceeds what was granted, however many
-requests run at once.
+requests run at once. It counts against every quota that applies to its request (`billing/quotas.py`), so the balance
+and each hard budget are kept to.
 
 Pure and in memory: a hold dies with its process, and its request is then settled from the journal.
 Does not know: prices' rules, the store, the engine.
@@ -17,6 +18,7 @@ from billing.errors import Conflict, InsufficientCredits, NotFound
 from billing.ledger import Account, Ledger
 from billing.money import cost
 from billing.prices import Rate
+from billing.quotas import Quota, Quotas, least
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -27,20 +29,28 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class _Open:
-    """A hold that stands. `prompt_femto` + `covered` x completion price is what it keeps."""
+    """A hold that stands. `prompt_femto` + `covered` x completion price is what it keeps of each of its quotas."""
 
-    __slots__ = ("account", "covered", "prompt_femto", "prompt_tokens", "rate")
+    __slots__ = ("account", "covered", "prompt_femto", "prompt_tokens", "quotas", "rate", "ts_us")
 
-    def __init__(self, account: Account, rate: Rate, prompt_tokens: int, covered: int) -> None:
+    def __init__(self, account: Account, quotas: Quotas, rate: Rate, prompt_tokens: int, ts_us: int) -> None:
         self.account = account
+        self.quotas = quotas
         self.rate = rate
+        self.ts_us = ts_us
         self.prompt_tokens = prompt_tokens
         self.prompt_femto = cost(prompt_tokens, rate.dearest_prompt())
-        self.covered = covered
+        self.covered = 0
 
     @property
     def femto(self) -> int:
         return self.prompt_femto + cost(self.covered, self.rate.completion)
+
+    def keep(self, femto: int) -> None:
+        """Hold so much more, or less."""
+        self.account.held += femto
+        for quota in self.quotas:
+            quota.held += femto
 
 
 class Holds:
@@ -56,32 +66,56 @@ class Holds:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._open
 
-    def open(self, tenant: str, request_id: str, rate: Rate, prompt_tokens: int, want_tokens: int) -> Hold:
-        """Cover the prompt and up to `want_tokens`, at least one where any is wanted.
+    def open(
+        self,
+        tenant: str,
+        request_id: str,
+        quotas: Quotas,
+        rate: Rate,
+        prompt_tokens: int,
+        want_tokens: int,
+        *,
+        ts_us: int,
+        now_us: int,
+    ) -> Hold:
+        """Cover the prompt and up to `want_tokens`, at least one where any is wanted. `ts_us`: when the request began.
 
         Raises `InsufficientCredits` (nothing is kept then), `Invalid`, or `Conflict` for an id that has a hold.
         """
         _check_counts(prompt_tokens, want_tokens)
         if request_id in self._open:
             raise Conflict("this request has a hold already")
-        account = self._ledger.account(tenant)
-        hold = _Open(account, rate, prompt_tokens, 0)
+        hold = _Open(self._ledger.account(tenant), quotas, rate, prompt_tokens, ts_us)
+        available, short = least(quotas, now_us)
         needed = hold.prompt_femto + cost(min(want_tokens, 1), rate.completion)
-        if needed > 0 and account.available < needed:
-            raise InsufficientCredits(needed, account.available)
-        hold.covered = _affordable(account.available - hold.prompt_femto, rate.completion, want_tokens)
-        account.held += hold.femto
+        if needed > 0 and short is not None and available < needed:
+            raise InsufficientCredits(needed, available, short.id, short.budget)
+        hold.covered = _affordable(available - hold.prompt_femto, rate.completion, want_tokens)
+        hold.keep(hold.femto)
+        for quota in quotas:
+            quota.used_us = now_us
         self._open[request_id] = hold
         return Hold(hold.covered, hold.covered == want_tokens)
 
-    def extend(self, request_id: str, want_tokens_total: int) -> Hold:
-        """Cover as many of `want_tokens_total` as the balance bears; never fewer than before."""
+    def extend(self, request_id: str, want_tokens_total: int, *, now_us: int) -> Hold:
+        """Cover as many of `want_tokens_total` as the quotas bear; never fewer than before."""
         hold = self._find(request_id)
         more = max(want_tokens_total - hold.covered, 0)
-        more = _affordable(hold.account.available, hold.rate.completion, more)
+        more = _affordable(least(hold.quotas, now_us)[0], hold.rate.completion, more)
         hold.covered += more
-        hold.account.held += cost(more, hold.rate.completion)
+        hold.keep(cost(more, hold.rate.completion))
         return Hold(hold.covered, hold.covered >= want_tokens_total)
+
+    def missing(self, request_id: str, want_tokens: int, *, now_us: int) -> dict[str, int]:
+        """The quotas that do not bear so many tokens more → what they lack; nothing for an unknown request."""
+        hold = self._open.get(request_id)
+        if hold is None:
+            return {}
+        return missing(hold.quotas, cost(want_tokens, hold.rate.completion), now_us)
+
+    def oldest_us(self) -> int | None:
+        """When the oldest request with a hold began."""
+        return min((hold.ts_us for hold in self._open.values()), default=None)
 
     def reprice_prompt(self, request_id: str, prompt: int, cached: int) -> None:
         """Free what the true cached count makes the prompt cheaper than its dearest; never holds more.
@@ -94,7 +128,7 @@ class Holds:
         known = cost(prompt - cached, hold.rate.prompt) + cost(cached, hold.rate.cached)
         to_come = cost(max(hold.prompt_tokens - prompt, 0), hold.rate.dearest_prompt())
         femto = min(hold.prompt_femto, known + to_come)
-        hold.account.held -= hold.prompt_femto - femto
+        hold.keep(femto - hold.prompt_femto)
         hold.prompt_femto = femto
 
     def release(self, request_id: str) -> int:
@@ -102,7 +136,7 @@ class Holds:
         hold = self._open.pop(request_id, None)
         if hold is None:
             return 0
-        hold.account.held -= hold.femto
+        hold.keep(-hold.femto)
         return hold.femto
 
     def _find(self, request_id: str) -> _Open:
@@ -110,6 +144,12 @@ class Holds:
             return self._open[request_id]
         except KeyError:
             raise NotFound("hold", request_id) from None
+
+
+def missing(quotas: Quotas, femto: int, now_us: int) -> dict[str, int]:
+    """Which of the quotas do not bear so much, and what each of them lacks."""
+    short: dict[str, Quota] = {quota.id: quota for quota in quotas if quota.available(now_us) < femto}
+    return {id: femto - quota.available(now_us) for id, quota in short.items()}
 
 
 def _affordable(femto: int, price: int, want: int) -> int:

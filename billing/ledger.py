@@ -1,10 +1,11 @@
 """The ledger: what each tenant was granted and what its usage cost.
 
-    balance = granted - charged        available = balance - held
+    balance = granted - expired - charged + owed        available = balance - held
 
 `charged` has two parts: what is recorded in the event log, and what is settled here but not recorded yet
 (`pending`), so that a balance counts a request the moment it is settled. When the recorded charge
-arrives, the pending one of the same event leaves: never both, whichever comes first.
+arrives, the pending one of the same event leaves: never both, whichever comes first. `owed` is what a postpaid tenant
+was charged beyond its grants: its invoices ask for it, its balance does not.
 
 Pure. Does not know: the store, prices, holds' rules.
 """
@@ -12,30 +13,39 @@ Pure. Does not know: the store, prices, holds' rules.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from billing.checks import Faults
-from billing.money import FEMTO, parse_amount
+from billing.accounts import Accounts, BillingMode
+from billing.grants import Credit, CreditGranted, Grant, GrantExpired, GrantFact
+from billing.money import parse_amount
 from metering.events import UsageEvent
 
+if TYPE_CHECKING:
+    from billing.quotas import Quotas
+
 RECENT = 2**16  # recorded events whose late `settle` is recognised without asking the store
-GRANT_MAX_FEMTO = 10**12 * FEMTO
 
-
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """Credits given to a tenant; the amount is exact decimal text."""
-
-    id: str
-    tenant: str
-    amount: str
-    currency: str
-    reason: str
-    created_us: int
+__all__ = [
+    "Account",
+    "Balance",
+    "CreditGranted",
+    "Grant",
+    "GrantExpired",
+    "Ledger",
+    "LedgerFact",
+    "Pending",
+    "QuotaExhausted",
+    "TopUpRequested",
+    "Unrated",
+    "UsageRated",
+    "UsageUnrated",
+]
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
-    """Femto-units; available = granted - charged - held."""
+    """Femto-units; available = granted - expired - charged + owed - held, less what expired and is not booked yet."""
 
     tenant: str
     currency: str
@@ -43,10 +53,8 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     charged_femto: int
     held_femto: int
     available_femto: int
-
-
-class CreditGranted(msgspec.Struct, frozen=True, kw_only=True, tag="credit.granted"):
-    grant: Grant
+    expired_femto: int = 0
+    owed_femto: int = 0
 
 
 class UsageRated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.rated"):
@@ -65,7 +73,8 @@ class UsageRated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.rated"):
     price_id: str
     amount_femto: str  # text: a charge may need more than 64 bits
     rated_later: bool = False  # it had no price at first: by its time alone the book would still find none
-    key_id: str = ""
+    key_id: str = ""  # whose budgets it counts in
+    gateway: str = ""  # whose leases it used up; empty: nobody's
 
 
 class UsageUnrated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.unrated"):
@@ -76,23 +85,54 @@ class UsageUnrated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.unrated
     reason: str
 
 
-LedgerFact = CreditGranted | UsageRated | UsageUnrated
+class TopUpRequested(msgspec.Struct, frozen=True, kw_only=True, tag="top_up.requested"):
+    """The balance fell below the tenant's threshold: somebody is to charge the customer and grant the amount.
+
+    Once for a crossing: the next one can come when a grant has brought the balance back to the threshold, or after
+    the tenant's `top_up` was changed. The grant that answers names this `id`.
+    """
+
+    id: str
+    tenant: str
+    amount: str
+    currency: str
+    threshold: str
+    balance_femto: str
+    at_us: int
+
+
+class QuotaExhausted(msgspec.Struct, frozen=True, kw_only=True, tag="quota.exhausted"):
+    """A request was refused or stopped for want of money, or of a budget: once until a grant, or a new window.
+
+    `budget` is the budget's name, empty where the balance was at its end; `quota` as in `billing/quotas.py`.
+    """
+
+    quota: str
+    tenant: str
+    budget: str
+    left_femto: str
+    currency: str
+    at_us: int
+
+
+LedgerFact = GrantFact | UsageRated | UsageUnrated | TopUpRequested | QuotaExhausted
 
 
 class Account:
     """One tenant's sums, in femto-units."""
 
-    __slots__ = ("charged", "granted", "held", "pending")
+    __slots__ = ("charged", "credit", "exhausted", "expired", "granted", "held", "owed", "pending", "topping_up")
 
     def __init__(self) -> None:
+        self.credit = Credit()
         self.granted = 0
+        self.expired = 0
         self.charged = 0  # recorded
+        self.owed = 0  # of this, what a postpaid tenant has no grants for
         self.pending = 0  # settled, not recorded yet
         self.held = 0
-
-    @property
-    def available(self) -> int:
-        return self.granted - self.charged - self.pending - self.held
+        self.topping_up: TopUpRequested | None = None  # asked for, and the balance is still below the threshold
+        self.exhausted: set[str] = set()  # quotas that are known to be at their end
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -101,6 +141,8 @@ class Pending(msgspec.Struct, frozen=True):
     tenant: str
     amount: int
     event_hash: str
+    quotas: Quotas = ()
+    ts_us: int = 0
 
 
 class Unrated(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,10 +157,14 @@ class Unrated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """Accounts, pending charges and usage without a charge."""
+    """Accounts, pending charges and usage without a charge. `tenants` say who pays before and who after."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Accounts) -> None:
+        self._tenants = tenants
         self.accounts: dict[str, Account] = {}
+        self.moved: set[str] = set()  # tenants whose balance changed since `due` was told
+        self.expiring: dict[str, str] = {}  # grants whose expiry is to come → tenant
+        self.answered: set[str] = set()  # top-ups that a grant has answered
         self.pending: dict[str, Pending] = {}
         self.unrated: dict[str, Unrated] = {}
         self._recent: OrderedDict[str, str] = OrderedDict()
@@ -132,10 +178,16 @@ class Ledger:
     def apply(self, fact: LedgerFact) -> None:
         match fact:
             case CreditGranted(grant=grant):
-                self.account(grant.tenant).granted += parse_amount(grant.amount)
+                self._granted(grant)
+            case GrantExpired(grant_id=id, tenant=tenant, amount_femto=amount):
+                account = self.account(tenant)
+                account.credit.expire(id)
+                account.expired += int(amount)
+                self.expiring.pop(id, None)
+                self.moved.add(tenant)
             case UsageRated():
                 self._recorded(fact.event_id, fact.event_hash)
-                self.account(fact.tenant).charged += int(fact.amount_femto)
+                self._charged(fact.tenant, int(fact.amount_femto), fact.ts_us)
                 self.unrated.pop(fact.event_id, None)
             case UsageUnrated(event=event):
                 self._recorded(event.event_id, fact.event_hash)
@@ -147,18 +199,72 @@ class Ledger:
                     ts_us=event.ts_us,
                     reason=fact.reason,
                 )
+            case TopUpRequested(tenant=tenant):
+                self.account(tenant).topping_up = fact
+            case QuotaExhausted(tenant=tenant, quota=quota):
+                self.account(tenant).exhausted.add(quota)
+
+    def _granted(self, grant: Grant) -> None:
+        account = self.account(grant.tenant)
+        account.granted += parse_amount(grant.amount)
+        account.credit.add(grant)
+        account.exhausted.clear()
+        if grant.expires_us is not None:
+            self.expiring[grant.id] = grant.tenant
+        if grant.top_up:
+            self.answered.add(grant.top_up)
+        asked = account.topping_up
+        if asked is not None and account.credit.spendable(grant.created_us) >= parse_amount(asked.threshold):
+            account.topping_up = None
+        self.moved.add(grant.tenant)
+
+    def _charged(self, tenant: str, amount: int, ts_us: int) -> None:
+        account = self.account(tenant)
+        account.charged += amount
+        uncovered = account.credit.use(amount, ts_us)
+        who = self._tenants.tenants.get(tenant)
+        if who is not None and who.billing_mode is BillingMode.POSTPAID:
+            account.owed += uncovered
+        else:
+            account.credit.debt += uncovered
+        self.moved.add(tenant)
+
+    def told(self) -> None:
+        """All that was due stands in the log."""
+        self.moved.clear()
+
+    def due(self, now_us: int) -> list[tuple[str, int]]:
+        """Tenants to be asked for a top-up, with their balances: below the threshold, and not asked for yet."""
+        found: list[tuple[str, int]] = []
+        for id in self.moved:
+            tenant = self._tenants.tenants.get(id)
+            if tenant is None or tenant.top_up is None or tenant.billing_mode is not BillingMode.PREPAID:
+                continue
+            account = self.account(id)
+            balance, asked = account.credit.spendable(now_us), account.topping_up
+            same = asked is not None and (asked.threshold, asked.amount) == (
+                tenant.top_up.threshold,
+                tenant.top_up.amount,
+            )
+            if balance < parse_amount(tenant.top_up.threshold) and not same:
+                found.append((id, balance))
+        return found
 
     def known_hash(self, event_id: str) -> str | None:
         """The content that was settled or recently recorded under this id."""
         pending = self.pending.get(event_id)
         return pending.event_hash if pending else self._recent.get(event_id)
 
-    def settle(self, event_id: str, event_hash: str, tenant: str, amount: int) -> None:
-        """Charge memory for an event that the log does not know yet."""
-        self.pending[event_id] = Pending(tenant, amount, event_hash)
+    def settle(
+        self, event_id: str, event_hash: str, tenant: str, amount: int, quotas: Quotas = (), ts_us: int = 0
+    ) -> None:
+        """Charge memory, and the quotas it spends of, for an event that the log does not know yet."""
+        self.pending[event_id] = Pending(tenant, amount, event_hash, quotas, ts_us)
         self.account(tenant).pending += amount
+        for quota in quotas:
+            quota.pending += amount
 
-    def balance(self, tenant: str, currency: str) -> Balance:
+    def balance(self, tenant: str, currency: str, now_us: int) -> Balance:
         account = self.account(tenant)
         return Balance(
             tenant=tenant,
@@ -166,26 +272,17 @@ class Ledger:
             granted_femto=account.granted,
             charged_femto=account.charged + account.pending,
             held_femto=account.held,
-            available_femto=account.available,
+            available_femto=account.credit.spendable(now_us) - account.pending - account.held,
+            expired_femto=account.expired,
+            owed_femto=account.owed,
         )
 
     def _recorded(self, event_id: str, event_hash: str) -> None:
         pending = self.pending.pop(event_id, None)
         if pending is not None:
             self.account(pending.tenant).pending -= pending.amount
+            for quota in pending.quotas:
+                quota.pending -= pending.amount
         self._recent[event_id] = event_hash
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
-
-
-def check_grant(amount: str, currency: str, tenant_currency: str, reason: str) -> None:
-    """Raise `Invalid` with every fault."""
-    faults = Faults()
-    before = len(faults.found)
-    femto = faults.money("amount", amount, parse_amount, GRANT_MAX_FEMTO)
-    if femto == 0 and len(faults.found) == before:
-        faults.add("amount", "must be more than 0")
-    if currency != tenant_currency:
-        faults.add("currency", f"must be the tenant's, {tenant_currency}")
-    faults.text("reason", reason)
-    faults.raise_if_any()

@@ -106,6 +106,11 @@ class Log:
         self._head = _head(connection)
 
     @property
+    def connection(self) -> sa.Connection:
+        """The transaction, for what stands beside the log and changes together with it."""
+        return self._connection
+
+    @property
     def seq(self) -> int:
         """Number of events that stand."""
         return self._head.seq if self._head else 0

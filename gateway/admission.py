@@ -2,7 +2,8 @@
 
 Knows: the order of the checks, and that whatever was taken is given back when a later one refuses. Does not know: HTTP
 bodies, frames. The steps: the model exists for this tenant → limits → usage can be recorded → the prompt fits → a price
-stands → the balance holds the prompt and a first stretch of tokens → the journal has it. Only then is the engine told.
+stands → what is leased covers it, or more is leased → the balance and every budget hold the prompt and a first
+stretch of tokens → the journal has it. Only then is the engine told.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from billing.accounts import AdapterRecord
 from billing.checks import WEIGHT
+from billing.errors import InsufficientCredits
 from billing.service import Billing
 from engine.client import Engine
 from engine.types import AdapterRef, Request, SamplingParams
@@ -20,6 +22,7 @@ from gateway.auth import Principal
 from gateway.capture import Capture, Live
 from gateway.errors import ApiError, BadRequest, InsufficientQuota, Unavailable
 from gateway.ids import uuid7
+from gateway.lender import Lacking, Lender
 from gateway.limits import Lease, Limits
 from gateway.purse import Purse, Purses
 from gateway.settings import Settings
@@ -72,9 +75,11 @@ class Admission:
         capture: Capture,
         limits: Limits,
         telemetry: Telemetry,
+        lender: Lender,
         clock_us: Callable[[], int],
     ) -> None:
         self._settings = settings
+        self._lender = lender
         self._public_salts = settings.public_salts
         self._engine = engine
         self._billing = billing
@@ -83,7 +88,7 @@ class Admission:
         self._limits = limits
         self._telemetry = telemetry
         self._clock_us = clock_us
-        self.purses = Purses(billing, engine)
+        self.purses = Purses(billing, engine, lender)
         self.draining = False
 
     async def admit(
@@ -100,6 +105,7 @@ class Admission:
         door = self.enter(principal, model)
         try:
             ask = await prepare(door.model)
+            await self._fund(door, ask)
             return self._open(door, ask)
         except BaseException:
             door.lease.refund()
@@ -116,6 +122,30 @@ class Admission:
         lease = self._limits.enter(principal.tenant.id, principal.tenant.limits)
         return Door(principal=principal, model=name, adapter=adapter, lease=lease)
 
+    async def _fund(self, door: Door, ask: Ask) -> None:
+        """See that what is leased here covers the request, if the money is to be had. When it returns, nothing else ran
+        since it was looked at; who is not covered is refused by the hold."""
+        if not self._billing.leased:
+            return
+        self._check_state()
+        self._check_fit(ask, max(len(prompt) for prompt in ask.prompts))
+        tenant, ts_us = door.principal.tenant.id, self._clock_us()
+        rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us)
+
+        def lacking(tokens: int) -> Lacking:
+            return lambda: self._billing.lacking(
+                tenant,
+                rate,
+                sum(len(prompt) for prompt in ask.prompts),
+                tokens * len(ask.prompts),
+                key_id=door.principal.key.id,
+                adapter=door.adapter.name if door.adapter else "",
+                ts_us=ts_us,
+            )
+
+        first = min(ask.sampling.max_tokens, self._settings.ceiling_stretch) * ask.n
+        await self._lender.fund(lacking(first), lacking(1))
+
     def _open(self, door: Door, ask: Ask) -> Admitted:
         """Second half, without a pause in which anything could change: fit, price, hold, journal."""
         self._check_state()
@@ -128,7 +158,20 @@ class Admission:
         tenant, ts_us = door.principal.tenant.id, self._clock_us()
         request_id = uuid7(ts_us)
         rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us)
-        hold = self._billing.open_hold(tenant, request_id, rate, prompt_tokens, first * len(ask.prompts))
+        try:
+            hold = self._billing.open_hold(
+                tenant,
+                request_id,
+                rate,
+                prompt_tokens,
+                first * len(ask.prompts),
+                key_id=door.principal.key.id,
+                adapter=door.adapter.name if door.adapter else "",
+                ts_us=ts_us,
+            )
+        except InsufficientCredits as error:
+            self._billing.exhausted(error.quota)
+            raise
         part_ids = _part_ids(request_id, len(ask.prompts))
         try:
             if hold.covered_tokens < len(part_ids):

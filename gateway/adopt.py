@@ -71,6 +71,7 @@ def adopt(
         if left:
             log.error("gateway_not_adopted", gateway=row.id, left=left)
             raise Conflict(f"not all usage of the gateway {row.id!r} was taken by the stores in time: try again")
+        billing.end_leases(row.folder)
         gateways.leave(row.folder)
     log.warning("gateway_adopted", gateway=row.id, settled=settled, delivered=delivered)
     return Adopted(gateway=row.id, settled=settled, delivered=delivered)

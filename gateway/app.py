@@ -28,6 +28,7 @@ from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
 from gateway.idempotency import Idempotency
 from gateway.ids import REQUEST_ID, exchange_id
+from gateway.lender import Lender
 from gateway.limits import Limits
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions
@@ -49,6 +50,7 @@ class Gateway(msgspec.Struct, frozen=True):
     admission: Admission
     capture: Capture
     telemetry: Telemetry
+    lender: Lender
 
 
 def now_us() -> int:
@@ -79,6 +81,7 @@ def create_gateway(
     telemetry = Telemetry(engine.info.name, product_version())
     capture = Capture(spool=spool, journal=journal, billing=billing, telemetry=telemetry, clock_us=clock_us)
     engine.on_step = capture.on_step
+    lender = Lender(billing)
     admission = Admission(
         settings=settings,
         engine=engine,
@@ -87,6 +90,7 @@ def create_gateway(
         capture=capture,
         limits=Limits(time.monotonic),
         telemetry=telemetry,
+        lender=lender,
         clock_us=clock_us,
     )
     edge = Edge(
@@ -111,7 +115,7 @@ def create_gateway(
     telemetry.sample_with(lambda: sample(telemetry, engine, spool, journal, capture, clock_us))
     telemetry.sample_with(lambda: sample_books(telemetry, billing, spool, journal))
     app = create_app(settings, edge=edge, health=health, telemetry=telemetry, admin=admin)
-    return Gateway(app, edge, admission, capture, telemetry)
+    return Gateway(app, edge, admission, capture, telemetry, lender)
 
 
 def create_app(

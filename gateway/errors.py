@@ -253,7 +253,7 @@ def _text(kind: type[ApiError], code: str | None = None) -> Callable[[Any], ApiE
 
 _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
     (billing.UnknownModel, lambda error: ModelNotFound(error.id)),
-    (billing.InsufficientCredits, lambda _: InsufficientQuota("The balance does not cover this request.")),
+    (billing.InsufficientCredits, _text(InsufficientQuota)),
     (billing.NoPrice, lambda _: Unavailable("No price is set for this model, so it is not sold.", code="no_price")),
     (billing.StripeNotConfigured, _text(Conflict, "stripe_not_configured")),
     (billing.IdempotencyConflict, _text(Conflict, "idempotency_conflict")),

@@ -1,8 +1,10 @@
 """What a server does every two seconds besides serving: it catches up with the ledger, and says how far it is itself.
 
 Knows: other gateways on the same ledger make tenants, keys, prices and grants, and this one has to see them; they cut
-invoices, and have to see up to when this one's usage is stored. Does not know: what is in the ledger. What fails is
-logged once, and again when it works; requests go on with what is known, and a watermark that is not told holds back.
+invoices, and have to see up to when this one's usage is stored; what is leased has to be renewed, and given back when
+it lies idle; what the books have to say by themselves is due at a time. Does not know: what is in the ledger. What
+fails is logged once, and again when it works; requests go on with what is known, and a watermark that is not told holds
+back.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ class Heartbeat:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, stored_us)
 
     def _exchange(self, stored_us: int) -> None:
-        self._stores.billing.refresh()
+        billing = self._stores.billing
+        billing.refresh()
+        billing.tend()
+        billing.notice()
         self._stores.publish(stored_us)
 
     def _failed(self, error: Exception) -> None:

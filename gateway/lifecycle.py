@@ -177,6 +177,7 @@ class Runtime:
             closing.push_async_callback(self.heartbeat.stop)
             closing.push_async_callback(self.engine.stop)
             closing.push_async_callback(self.admin.close)
+            closing.push_async_callback(self.gateway.lender.close)
             closing.push_async_callback(self.gateway.capture.close)
 
 

@@ -3,9 +3,10 @@
 Knows: that a hold covers a number of completion tokens over all parts (prompts) of a request, that it is extended
 ahead of need, and what to do when the money is at its end. Does not know: prices, amounts.
 
-At the end of the money a paused request waits while another one of its tenant still runs: what that one does not use
-is freed, and may pay for a token here. So nothing that a request still wanted is left unspent, and when the last
-running one has ended, all that wait are told that the ceiling is final.
+At the end of what this gateway has leased a request asks for more (`gateway/lender.py`), ahead of need, so that it
+seldom waits. At the end of the money a paused request waits while another one of its tenant still runs, here or on
+another gateway: what that one does not use is freed, and may pay for a token here. So nothing that a request still
+wanted is left unspent, and when the last running one has ended, all that wait are told that the ceiling is final.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import suppress
 
 from billing.service import Billing, Hold
 from engine.client import Engine
+from gateway.lender import POLL_S, Lender, Money
 
 STARVE_S = 10.0
 """Longest wait for another request's money: a safeguard, as the other may be slow and this one keeps its blocks."""
@@ -38,8 +40,9 @@ class _Tenant:
 class Purses:
     """All purses of a gateway, by tenant."""
 
-    def __init__(self, billing: Billing, engine: Engine) -> None:
+    def __init__(self, billing: Billing, engine: Engine, lender: Lender) -> None:
         self.billing = billing
+        self.lender = lender
         self.engine = engine
         self._tenants: dict[str, _Tenant] = {}
 
@@ -104,8 +107,9 @@ class Purse:
             self._repriced = True
             self._purses.billing.reprice_prompt(self._request_id, prompt, cached)
             self._tenant.notify()
-        if not part.finished and part.ceiling < part.total and part.ceiling - completion <= self._stretch // 2:
-            self._extend(part)
+        low = not part.finished and part.ceiling < part.total and part.ceiling - completion <= self._stretch // 2
+        if low and not self._extend(part):
+            self._purses.lender.soon(self._request_id, lambda: self._lacking(self._stretch))
 
     async def paused(self, part_id: str) -> None:
         """The part stands at its ceiling: raise it, or wait for what the tenant's others free, or make it final."""
@@ -118,13 +122,20 @@ class Purse:
                 self._purses.engine.set_ceiling(part_id, part.ceiling, final=False)
                 tenant.running.add(part_id)
                 return
+            changed, last = tenant.changed, not tenant.running
+            money = await self._purses.lender.more(
+                lambda: self._lacking(self._stretch), lambda: self._lacking(1), fresh=last
+            )
+            if money is Money.THERE:
+                await asyncio.sleep(0)
+                continue
             left_s = give_up_s - asyncio.get_running_loop().time()
-            if not tenant.running or left_s <= 0:
-                self._purses.engine.set_ceiling(part_id, part.ceiling, final=True)
+            if left_s <= 0 or (last and not tenant.running and money is Money.GONE):
+                self._end(part)
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await tenant.changed.wait()
+                async with asyncio.timeout(left_s if money is Money.GONE else min(left_s, POLL_S)):
+                    await changed.wait()
 
     def finished(self, part_id: str) -> None:
         """The part samples no more."""
@@ -135,6 +146,15 @@ class Purse:
     def settled(self) -> None:
         """The request's hold is released: others may use what it left."""
         self._tenant.notify()
+
+    def _end(self, part: Part) -> None:
+        """There is no more money: the part ends where it stands."""
+        for quota in self._lacking(1):
+            self._purses.billing.exhausted(quota)
+        self._purses.engine.set_ceiling(part.id, part.ceiling, final=True)
+
+    def _lacking(self, tokens: int) -> dict[str, int]:
+        return self._purses.billing.lacking_more(self._request_id, tokens)
 
     def _extend(self, part: Part) -> bool:
         """Raise the part's ceiling by a stretch, or by as much as the money covers; False when not by one token."""

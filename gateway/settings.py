@@ -131,6 +131,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(min_length=1, max_length=64, description="this server's name in events, unlike any other on its ledger"),
     ] = "gw0"
+    lease_expiry_s: Annotated[
+        float,
+        Meta(gt=0, description="a gateway unheard of for so long stops, and others may spend what it had leased"),
+    ] = 86_400.0
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     log_format: Annotated[str, Meta(description="auto, json or console; auto: console on a terminal")] = "auto"
 

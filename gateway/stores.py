@@ -26,10 +26,12 @@ from gateway.admin.times import format_time
 from gateway.idempotency import Store
 from gateway.settings import Settings
 from gateway.watermark import CONSUMER, stored_until_idle_us
+from metering.archive import Archive
 from metering.clickhouse import UsageStore
 from metering.disk import fsync
 from metering.journal import Journal, recover_orphans
 from metering.lock import FileLock, Locked
+from metering.retention import Retention, Retirer
 from metering.rollups import Roller
 from metering.shipper import Drain, Shipper
 from metering.spool import Spool, SpoolError
@@ -69,6 +71,7 @@ class Stores:
     shipper: Shipper
     recorder: Drain
     roller: Roller
+    retention: Retention
 
     def __init__(self, settings: Settings, clock_us: Callable[[], int]) -> None:
         self._settings = settings
@@ -86,7 +89,7 @@ class Stores:
         try:
             self._open(base_model, progress)
             self._register(serves)
-            self._start_drains(progress)
+            self._start_drains(progress, serves)
         except BaseException:
             self._stack.close()
             raise
@@ -113,7 +116,9 @@ class Stores:
         self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
         self._stack.callback(self.billing.close)
         self._go_on()
-        self.usage = UsageStore(settings.clickhouse, writer=self.folder)
+        archive = Archive(settings.archive)
+        self.usage = UsageStore(settings.clickhouse, writer=self.folder, archive=archive)
+        self.retention = Retention(self.usage, archive)
         self._stack.callback(self.usage.close)
         self.spool = Spool(
             settings.spool_dir / "spool.sqlite3",
@@ -183,6 +188,7 @@ class Stores:
     def _deregister(self, serves: bool) -> None:
         """The drains have stopped: what is left in the folder, if anything, holds invoices back."""
         try:
+            self.billing.retire()
             if self.journal.oldest_open_us() is None and self.spool.oldest_unacked_us(CONSUMER) is None:
                 self.gateways.leave(self.folder)
             elif serves:
@@ -197,11 +203,19 @@ class Stores:
     def _stored_until_us(self) -> int:
         return stored_until_idle_us(self._clock_us, self.journal, self.spool)
 
-    def _start_drains(self, progress: Callable[[str], None]) -> None:
+    def _stored_everywhere_us(self) -> int:
+        """All usage that began earlier is stored, of every gateway, by what each has told."""
+        return min((row.watermark_us for row in self.gateways.all()), default=self._clock_us())
+
+    def _start_drains(self, progress: Callable[[str], None], serves: bool) -> None:
         self.recorder = Drain(self.spool, "ledger", self.billing.record)
         self.recorder.start()
         self._stack.callback(self._stop, self.recorder)
         self._catch_up(progress)
+        if serves:
+            self.billing.lease_as(self._settings.gateway_id, self.folder, expiry_s=self._settings.lease_expiry_s)
+        else:
+            self.billing.end_leases(self.folder)
         self.shipper = Shipper(
             self.spool,
             self.usage,
@@ -214,6 +228,15 @@ class Stores:
         self.roller = Roller(self.usage.rollups, alive=lambda: {row.folder for row in self.gateways.all()})
         self.roller.start()
         self._stack.callback(self.roller.stop)
+        if self._settings.retention_months is not None:
+            retirer = Retirer(
+                self.retention,
+                self._settings.retention_months,
+                stored_until_us=self._stored_everywhere_us,
+                clock_us=self._clock_us,
+            )
+            retirer.start()
+            self._stack.callback(retirer.stop)
 
     def _catch_up(self, progress: Callable[[str], None]) -> None:
         """Wait until the ledger has all that was settled, however long that takes as long as it takes some.

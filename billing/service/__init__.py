@@ -6,22 +6,25 @@ event store, and a decision is made while the log is held by this writer alone.
 
 from __future__ import annotations
 
+from billing.grants import Grant
 from billing.holds import Hold
-from billing.ledger import Balance, Grant
+from billing.ledger import Balance
 from billing.service.accounts import AccountService
+from billing.service.budgeting import BudgetService
 from billing.service.credits import CreditService
 from billing.service.daily import DailyService
+from billing.service.leasing import LeaseService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
 from billing.service.shell import Idempotency
 
 
-class Billing(AccountService, PriceService, DailyService, CreditService, ReconcileService):
+class Billing(AccountService, PriceService, DailyService, CreditService, BudgetService, LeaseService, ReconcileService):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 
     Thread-safe. `authenticate`, `resolve_model`, `quote`, the holds and `settle` touch memory only, for
-    microseconds; everything that changes the ledger waits for the disk. The tenant holds all of its balance
-    in this process: two processes that admit requests for one tenant could together exceed it.
+    microseconds; everything that changes the ledger waits for the disk. After `lease_as` it holds only against what
+    this process has leased, so that several of them cannot exceed a balance together; before, against all of it.
     """
 
 

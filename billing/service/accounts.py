@@ -13,16 +13,19 @@ from billing.accounts import (
     AdapterAdded,
     AdapterRecord,
     AdapterRemoved,
+    BillingMode,
     Key,
     KeyCreated,
     KeyRevoked,
     Tenant,
     TenantCreated,
     TenantUpdated,
+    TopUp,
 )
 from billing.books import new_event
 from billing.checks import Faults
 from billing.errors import Conflict
+from billing.periods import UTC_NAME
 from billing.service.shell import Idempotency, Shell, page
 from billing.store import NewEvent
 
@@ -42,6 +45,10 @@ class AccountService(Shell):
         stripe_customer_id: str | None = None,
         default_adapter: str | None = None,
         limits: dict[str, int] | None = None,
+        timezone: str = UTC_NAME,
+        billing_mode: BillingMode = BillingMode.PREPAID,
+        monthly_cap: str | None = None,
+        top_up: TopUp | None = None,
         idempotency: Idempotency | None = None,
     ) -> Tenant:
         """Raises `Invalid`, or `Conflict` for an id that is taken."""
@@ -55,6 +62,10 @@ class AccountService(Shell):
                 default_adapter=default_adapter,
                 limits={} if limits is None else limits,
                 created_us=time_us,
+                timezone=timezone,
+                billing_mode=billing_mode,
+                monthly_cap=monthly_cap,
+                top_up=top_up,
             )
             tenant.check()
             if tenant.id in self._books.accounts.tenants:
@@ -64,7 +75,7 @@ class AccountService(Shell):
         return self._command("create_tenant", idempotency, Tenant, decide)[0]
 
     def update_tenant(self, tenant_id: str, *, idempotency: Idempotency | None = None, **changes: Any) -> Tenant:
-        """Change name, stripe_customer_id, default_adapter, limits or status. Raises `Invalid`, `NotFound`."""
+        """Change what `accounts.CHANGEABLE` names. Raises `Invalid`, `NotFound`."""
 
         def decide(_: int) -> tuple[list[NewEvent], Tenant]:
             tenant = self._books.accounts.updated(tenant_id, changes)

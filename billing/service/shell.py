@@ -24,6 +24,7 @@ from billing.checks import Faults
 from billing.errors import IdempotencyConflict, Invalid
 from billing.holds import Holds
 from billing.ledger import UsageRated, UsageUnrated
+from billing.quotas import QuotaBook
 from billing.store import EventStore, Log, NewEvent, StoredEvent
 from metering.events import UsageEvent
 
@@ -71,6 +72,9 @@ class Shell:
         self._state = threading.RLock()
         self._books = Books()
         self._holds = Holds(self._books.ledger)
+        self._quotas = QuotaBook(self._books.accounts, self._books.ledger, self._books.budgets)
+        self._wanting: set[str] = set()  # quotas at whose end a request was refused or stopped
+        self._gateway = ""  # whose leases these are; empty: this process may commit all that the books leave
         self._alarms: Counter[str] = Counter()
         self._exporting: set[str] = set()
         self._price_lead_us = price_lead_us
@@ -114,9 +118,12 @@ class Shell:
     def _fold(self, rows: Sequence[StoredEvent]) -> None:
         with self._state:
             for row in rows:
-                match self._books.apply(row):
+                fact = self._books.apply(row)
+                match fact:
                     case UsageRated(event_id=event_id) | UsageUnrated(event=UsageEvent(event_id=event_id)):
                         self._holds.release(event_id)  # recorded before it was settled here
+                if isinstance(fact, UsageRated) and self._gateway and fact.gateway == self._gateway:
+                    self._quotas.recorded(fact)
 
     def _command(
         self,

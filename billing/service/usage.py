@@ -16,10 +16,12 @@ import structlog
 
 from billing.books import fact_of, new_event
 from billing.errors import LedgerUnavailable, NoPrice
+from billing.leases import LeaseTable
 from billing.ledger import Unrated, UsageRated, UsageUnrated
 from billing.prices import PriceVersion
 from billing.rating import amount_femto
-from billing.service.shell import Idempotency, Shell, page
+from billing.service.notices import NoticeService
+from billing.service.shell import Idempotency, page
 from billing.store import Log, NewEvent
 from metering.events import UsageEvent, content_hash
 
@@ -27,6 +29,9 @@ RECORD_BATCH = 1000
 RATE_BATCH = 10_000
 RECORDER = "ledger"  # the actor of recorded usage
 NO_PRICE = "no price"
+
+Used = dict[str, dict[str, int]]
+"""Gateway → quota → femto-units."""
 
 _log = structlog.get_logger(__name__)
 
@@ -36,7 +41,7 @@ def usage_key(event_id: str) -> str:
     return f"usage:{event_id}"
 
 
-class UsageService(Shell):
+class UsageService(NoticeService):
     """Charges. Alarms: `usage_conflict`, `usage_unrated`, `hold_exceeded`."""
 
     def settle(self, event: UsageEvent) -> None:
@@ -118,15 +123,18 @@ class UsageService(Shell):
         with self._writing:
             with self._store.exclusive() as log:
                 self._catch_up_as_writer(log)
-                new = self._unrecorded(log, events)
+                used: Used = {}
+                new = self._unrecorded(log, events, used)
                 rows = log.append(new, actor=RECORDER, time_us=self._clock())
+                LeaseTable(log.connection).use_up(used)
             self._fold(rows)
         for row in rows:
             if row.type == "usage.unrated":
                 self._alarm("usage_unrated", str(row.key))
+        self.notice()
 
-    def _unrecorded(self, log: Log, events: Sequence[UsageEvent]) -> list[NewEvent]:
-        """The events that the log does not have, as rows."""
+    def _unrecorded(self, log: Log, events: Sequence[UsageEvent], used: Used) -> list[NewEvent]:
+        """The events that the log does not have, as rows; what they use up of leases is added to `used`."""
         standing = {
             row_key: row.payload_hash
             for row_key, row in log.find([usage_key(event.event_id) for event in events]).items()
@@ -140,9 +148,19 @@ class UsageService(Shell):
                 continue
             standing[key] = digest
             fact = self._rate(event, digest)
+            if isinstance(fact, UsageRated):
+                self._use(used, fact)
             stream = f"usage:{fact.tenant}" if isinstance(fact, UsageRated) else "unrated"
             new.append(new_event(stream, fact, key=key, payload_hash=digest))
         return new
+
+    def _use(self, used: Used, rated: UsageRated) -> None:
+        """Count a charge in the leases of the gateway that ran its request."""
+        amounts = used.setdefault(rated.gateway, {})
+        with self._state:
+            quotas = self._quotas.applying(rated.tenant, rated.key_id, rated.adapter, rated.ts_us)
+        for quota in quotas:
+            amounts[quota.id] = amounts.get(quota.id, 0) + int(rated.amount_femto)
 
     def _charge(self, event: UsageEvent, digest: str) -> None:
         """Memory only; `_state` is held."""
@@ -151,7 +169,8 @@ class UsageService(Shell):
         if isinstance(fact, UsageUnrated):
             return
         amount = int(fact.amount_femto)
-        self._books.ledger.settle(event.event_id, digest, fact.tenant, amount)
+        quotas = self._quotas.applying(fact.tenant, fact.key_id, fact.adapter, fact.ts_us)
+        self._books.ledger.settle(event.event_id, digest, fact.tenant, amount, quotas, event.ts_us)
         if held is not None and amount > held:
             self._alarm("hold_exceeded", event.event_id)
 
@@ -179,6 +198,7 @@ class UsageService(Shell):
             price_id=price.id,
             amount_femto=str(amount_femto(event, price.rate)),
             rated_later=known_us is not None,
+            gateway=event.gateway if known_us is None else "",
             key_id=event.key_id,
         )
 

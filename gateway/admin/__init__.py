@@ -14,6 +14,7 @@ from litestar.di import Provide
 from gateway import paths
 from gateway.admin import (
     adapters,
+    budgets,
     credits,
     gateways,
     invoices,
@@ -56,6 +57,7 @@ def admin_router(state: AdminState) -> Router:
             adapters.router,
             prices.router,
             credits.router,
+            budgets.router,
             usage.router,
             unrated.router,
             invoices.router,

@@ -9,9 +9,10 @@ from litestar import Router, get, patch, post
 from litestar.params import FromPath, JSONBody
 from msgspec import UNSET, Meta, UnsetType
 
-from billing.accounts import Tenant, TenantStatus
+from billing.accounts import BillingMode, Tenant, TenantStatus, TopUp
 from billing.checks import LIMITS
-from gateway.admin.fields import Currency, Text
+from billing.periods import UTC_NAME
+from gateway.admin.fields import Currency, MoneyText, Text
 from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
@@ -20,6 +21,24 @@ from gateway.admin.times import format_time
 Limits = Annotated[
     dict[str, int],
     Meta(description=f"{', '.join(LIMITS)}; an absent one does not limit; weight: share of the engine, 1 if absent"),
+]
+
+
+TimeZone = Annotated[str, Meta(max_length=64, description="IANA time zone of its days, weeks and months")]
+
+
+class TopUpBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Ask for `amount` of credit once when the balance falls below `threshold`."""
+
+    threshold: MoneyText
+    amount: MoneyText
+
+    def asked(self) -> TopUp:
+        return TopUp(threshold=self.threshold, amount=self.amount)
+
+
+MonthlyCap = Annotated[
+    str, Meta(max_length=64, description="the most that a postpaid tenant's month may cost; absent: no limit")
 ]
 
 
@@ -32,6 +51,10 @@ class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stripe_customer_id: Text | None = None
     default_adapter: Text | None = None
     limits: Limits | None = None
+    timezone: TimeZone = UTC_NAME
+    billing_mode: BillingMode = BillingMode.PREPAID
+    monthly_cap: MonthlyCap | None = None
+    top_up: TopUpBody | None = None
 
 
 class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +65,10 @@ class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     default_adapter: Text | UnsetType | None = UNSET
     limits: Limits | UnsetType = UNSET
     status: TenantStatus | UnsetType = UNSET
+    timezone: TimeZone | UnsetType = UNSET
+    billing_mode: BillingMode | UnsetType = UNSET
+    monthly_cap: MonthlyCap | UnsetType | None = UNSET
+    top_up: TopUpBody | UnsetType | None = UNSET
 
 
 class TenantView(msgspec.Struct, kw_only=True):
@@ -53,6 +80,10 @@ class TenantView(msgspec.Struct, kw_only=True):
     limits: dict[str, int]
     status: TenantStatus
     created_at: str
+    timezone: TimeZone
+    billing_mode: BillingMode
+    monthly_cap: MonthlyCap | None
+    top_up: TopUpBody | None
 
 
 def show_tenant(tenant: Tenant) -> TenantView:
@@ -65,6 +96,12 @@ def show_tenant(tenant: Tenant) -> TenantView:
         limits=dict(tenant.limits),
         status=tenant.status,
         created_at=format_time(tenant.created_us),
+        timezone=tenant.timezone,
+        billing_mode=tenant.billing_mode,
+        monthly_cap=tenant.monthly_cap,
+        top_up=None
+        if tenant.top_up is None
+        else TopUpBody(threshold=tenant.top_up.threshold, amount=tenant.top_up.amount),
     )
 
 
@@ -79,6 +116,10 @@ def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once)
             stripe_customer_id=data.stripe_customer_id,
             default_adapter=data.default_adapter,
             limits=data.limits,
+            timezone=data.timezone,
+            billing_mode=data.billing_mode,
+            monthly_cap=data.monthly_cap,
+            top_up=None if data.top_up is None else data.top_up.asked(),
             idempotency=idempotency,
         )
     )
@@ -101,6 +142,8 @@ def get_tenant(tenant_id: FromPath[str], admin: Admin) -> TenantView:
 def update_tenant(tenant_id: FromPath[str], data: JSONBody[TenantUpdate], admin: Admin) -> TenantView:
     """Change a tenant."""
     changes = {name: value for name in data.__struct_fields__ if (value := getattr(data, name)) is not UNSET}
+    if isinstance(data.top_up, TopUpBody):
+        changes["top_up"] = data.top_up.asked()
     return show_tenant(admin.billing.update_tenant(tenant_id, **changes))
 
 

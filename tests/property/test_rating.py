@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from billing.accounts import Accounts, Tenant, TenantCreated
+from billing.budgets import Budgets
 from billing.errors import InsufficientCredits
 from billing.holds import Holds
 from billing.ledger import CreditGranted, Grant, Ledger, UsageRated
 from billing.money import format_amount
 from billing.prices import PriceBook, PriceSet, PriceVersion, Rate
+from billing.quotas import QuotaBook
 from billing.rating import amount_femto, quantities
 from metering.events import Outcome, UsageEvent
 
@@ -101,9 +104,11 @@ class Till(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
+        accounts = Accounts()
+        accounts.apply(TenantCreated(tenant=Tenant(id="t", name="T", currency="usd", created_us=0)))
+        self.ledger = Ledger(accounts)
         self.holds = Holds(self.ledger)
-        self.account = self.ledger.account("t")
+        (self.balance,) = self.quotas = QuotaBook(accounts, self.ledger, Budgets(accounts)).applying("t", "k", "", 1)
         self.granted = 0
         self.billed = 0
         self.running: dict[str, list[int]] = {}  # id → prompt, covered, sampled
@@ -113,7 +118,7 @@ class Till(RuleBasedStateMachine):
 
     @rule(amount=st.integers(1, 10**15))
     def grant(self, amount: int) -> None:
-        grant = Grant(id="g", tenant="t", amount=format_amount(amount), currency="usd", reason="r", created_us=0)
+        grant = Grant(id=f"g{self.granted}", tenant="t", amount=format_amount(amount), currency="usd", reason="r", created_us=0)
         self.ledger.apply(CreditGranted(grant=grant))
         self.granted += amount
 
@@ -121,17 +126,17 @@ class Till(RuleBasedStateMachine):
     def open(self, rate: Rate, prompt: int, want: int) -> None:
         id = f"r{self.next_id}"
         self.next_id += 1
-        before = self.account.available
+        before = self.balance.available(1)
         needed = prompt * rate.dearest_prompt() + min(want, 1) * rate.completion
         if needed > before:
             with pytest.raises(InsufficientCredits):
-                self.holds.open("t", id, rate, prompt, want)
-            assert self.account.available == before
+                self.holds.open("t", id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
+            assert self.balance.available(1) == before
             return
-        hold = self.holds.open("t", id, rate, prompt, want)
+        hold = self.holds.open("t", id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
         assert min(want, 1) <= hold.covered_tokens <= want
         if not hold.complete:
-            assert self.account.available < rate.completion  # not one token more was affordable
+            assert self.balance.available(1) < rate.completion  # not one token more was affordable
         self.running[id] = [prompt, hold.covered_tokens, 0]
         self.rate_of[id] = rate
 
@@ -140,10 +145,10 @@ class Till(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, more: int) -> None:
         id = data.draw(st.sampled_from(sorted(self.running)))
         run = self.running[id]
-        hold = self.holds.extend(id, run[1] + more)
+        hold = self.holds.extend(id, run[1] + more, now_us=1)
         assert run[1] <= hold.covered_tokens <= run[1] + more
         if not hold.complete:
-            assert self.account.available < self.rate_of[id].completion
+            assert self.balance.available(1) < self.rate_of[id].completion
         run[1] = hold.covered_tokens
 
     @precondition(lambda self: self.running)
@@ -164,7 +169,7 @@ class Till(RuleBasedStateMachine):
         one = event(computed, cached, sampled, id)
         amount = amount_femto(one, self.rate_of[id])
         assert amount <= self.holds.release(id)
-        self.ledger.settle(id, "h", "t", amount)
+        self.ledger.settle(id, "h", "t", amount, self.quotas)
         self.billed += amount
         self.settled.append((one, amount))
 
@@ -198,7 +203,7 @@ class Till(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_was_granted(self) -> None:
-        balance = self.ledger.balance("t", "usd")
+        balance = self.ledger.balance("t", "usd", 1)
         assert balance.granted_femto == self.granted
         assert balance.charged_femto == self.billed <= self.granted
         assert balance.available_femto >= 0
@@ -206,7 +211,7 @@ class Till(RuleBasedStateMachine):
         assert balance.available_femto == self.granted - self.billed - balance.held_femto
         if not self.running:
             assert balance.held_femto == 0
-        assert self.account.pending == sum(amount for _, amount in self.settled)
+        assert self.ledger.account("t").pending == self.balance.pending == sum(amount for _, amount in self.settled)
 
 
 TestTill = Till.TestCase

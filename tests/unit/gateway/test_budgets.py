@@ -12,7 +12,8 @@ import httpx
 import pytest
 from openai import APIStatusError, OpenAI, RateLimitError
 
-from billing.money import cost, parse_amount, parse_price
+from billing.budgets import BudgetPeriod, BudgetScope
+from billing.money import cost, format_amount, parse_amount, parse_price
 from engine.fake import FakeEngine
 from tests.fixtures.server import PRICE, ByteTokenizer, RunningGateway
 
@@ -27,8 +28,6 @@ def ask(gateway: RunningGateway, key: str, **body: Any) -> httpx.Response:
 
 
 def funded(gateway: RunningGateway, name: str, femto: int) -> str:
-    from billing.money import format_amount
-
     return gateway.tenant(name, credit=format_amount(femto))
 
 
@@ -68,6 +67,43 @@ def test_ends_at_the_exact_token(gateway: RunningGateway, stream: bool) -> None:
     (event,) = gateway.events()
     assert (event.completion_tokens, event.finish_reason, event.outcome) == (tokens, "quota", "finished")
     assert gateway.billing.balance("t").available_femto == COMPLETION - 1
+    gateway.idle()
+
+
+def test_a_budget_is_named_at_the_door_and_ends_a_stream_at_the_exact_token(gateway: RunningGateway) -> None:
+    key = gateway.tenant()
+    gateway.billing.set_budget(
+        "acme",
+        name="Today",
+        scope=BudgetScope.TENANT,
+        period=BudgetPeriod.DAY,
+        amount=format_amount(cost(6, PROMPT) + cost(137, COMPLETION) + COMPLETION - 1),
+        currency="usd",
+    )
+    choice = ask(gateway, key, prompt="abcdef", max_tokens=1000).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "insufficient_quota")
+    assert gateway.events()[0].completion_tokens == 137
+    refused = ask(gateway, key, prompt="abcdef")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (402, "insufficient_quota")
+    assert refused.json()["error"]["message"] == "The budget 'Today' does not cover this request."
+    gateway.idle()
+
+
+def test_a_keys_and_an_adapters_budget_stop_nobody_else(gateway: RunningGateway) -> None:
+    key = gateway.tenant()
+    poor, secret = gateway.billing.create_key("acme", "poor")
+    gateway.billing.set_budget(
+        "acme",
+        name="poor key",
+        scope=BudgetScope.KEY,
+        subject=poor.id,
+        period=BudgetPeriod.MONTH,
+        amount="0",
+        currency="usd",
+    )
+    assert secret is not None
+    assert ask(gateway, secret, prompt="abc").status_code == 402
+    assert ask(gateway, key, prompt="abc").status_code == 200
     gateway.idle()
 
 
