@@ -5,7 +5,7 @@ ARGS   ?=
 # TORCH=torch==2.13.0 chooses another build of PyTorch than deploy/install.py would.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test check format bench clean
+.PHONY: help serve demo test check format bench chaos clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,10 @@ format: ## let ruff lay out the code
 bench: ## output tokens/s beside transformers' generate
 	@$(PYTHON) deploy/install.py dev
 	@$(BIN)/python benchmarks/generate.py $(ARGS)
+
+chaos: ## kill gateway, engine and ClickHouse 210 times under load and count (ARGS="--kills 500 --seed 7")
+	@$(PYTHON) deploy/install.py test
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 clean: ## remove the environment and caches of this checkout (never data)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache *.egg-info
