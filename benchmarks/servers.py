@@ -138,7 +138,7 @@ def meterhouse(
     with running(flags, log, model=model) as ours:
         names = [f"adapter-{number}" for number in range(len(adapters))]
         try:
-            base, key = _prepare(ours.url, ours.admin_key, dict(zip(names, adapters, strict=True)))
+            base, key = prepare(ours, dict(zip(names, adapters, strict=True)))
         except CallFailed as error:
             raise Absent(str(error)) from error
         yield Server(
@@ -152,18 +152,18 @@ def meterhouse(
         )
 
 
-def _prepare(url: str, admin_key: str, adapters: dict[str, Path]) -> tuple[str, str]:
+def prepare(ours: Ours, adapters: dict[str, Path], *, tenant: str = "bench") -> tuple[str, str]:
     """Make the tenant, its credit and its adapters; the base model's name and the tenant's key."""
     with httpx.Client(timeout=120) as client:
-        admin = AdminClient(url, admin_key, client.send)
-        admin.post("/tenants", body={"name": "bench", "id": "bench", "currency": "usd"})
+        admin = AdminClient(ours.url, ours.admin_key, client.send)
+        admin.post("/tenants", body={"name": tenant, "id": tenant, "currency": "usd"})
         price = {"prompt": "0.50", "cached": "0.05", "completion": "1.50"}
         admin.post("/prices", body={"model": "*", "currency": "usd", "per_million": price})
-        admin.post("/tenants/bench/credits", body={"amount": "1000000", "currency": "usd", "reason": "bench"})
-        key = str(admin.post("/tenants/bench/keys", body={"name": "bench"})["key"])
+        admin.post(f"/tenants/{tenant}/credits", body={"amount": "1000000", "currency": "usd", "reason": "bench"})
+        key = str(admin.post(f"/tenants/{tenant}/keys", body={"name": "bench"})["key"])
         for name, path in adapters.items():
-            admin.post("/tenants/bench/adapters", body={"name": name, "path": str(path.absolute())})
-        models = client.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).json()["data"]
+            admin.post(f"/tenants/{tenant}/adapters", body={"name": name, "path": str(path.absolute())})
+        models = client.get(f"{ours.url}/v1/models", headers={"authorization": f"Bearer {key}"}).json()["data"]
     return next(str(model["id"]) for model in models if model["id"] not in adapters), key
 
 
