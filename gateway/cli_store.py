@@ -1,4 +1,4 @@
-"""Commands about the usage store: its hourly sums.
+"""Commands about the usage store: its hourly sums, and the archive of what it has dropped.
 
 `commands(admin)` makes them; `admin` is the command line's decorator that gives a command the admin API and a printer.
 """
@@ -13,6 +13,7 @@ import click
 from gateway.client import AdminClient
 from gateway.printing import Printer
 
+ARCHIVE = ("month", "events", "second_contents", "files", "nbytes", "dropped")
 DRIFT = ("start", "groups", "events", "summed")
 
 _start = click.option("--start", help="RFC 3339 or epoch seconds. [default: a month before the end]")
@@ -21,7 +22,7 @@ _end = click.option("--end", help="RFC 3339 or epoch seconds, excluded. [default
 
 def commands(admin: Callable[[Callable[..., None]], Any]) -> list[click.Command]:
     """All commands of this file."""
-    return [_rollup(admin)]
+    return [_rollup(admin), _archive(admin)]
 
 
 def _rollup(admin: Callable[[Callable[..., None]], Any]) -> click.Command:
@@ -49,6 +50,37 @@ def _rollup(admin: Callable[[Callable[..., None]], Any]) -> click.Command:
     @admin
     def rebuild(api: AdminClient, printer: Printer, start: str, end: str) -> None:
         """Make the sums of the hours from START up to END (excluded) anew from the events."""
-        printer.show(api.post("/rollups/rebuild", body={"start": start, "end": end}), ("hours",))
+        printer.show(api.put("/rollups", body={"start": start, "end": end}), ("hours",))
 
     return rollup
+
+
+def _archive(admin: Callable[[Callable[..., None]], Any]) -> click.Command:
+    @click.group()
+    def archive() -> None:
+        """Months of events in Parquet files, and no longer in the usage store."""
+
+    @archive.command("list")
+    @admin
+    def list_months(api: AdminClient, printer: Printer) -> None:
+        """List the months in the archive."""
+        printer.show(list(api.pages("/archives")), ARCHIVE)
+
+    @archive.command("create")
+    @click.argument("month")
+    @admin
+    def create(api: AdminClient, printer: Printer, month: str) -> None:
+        """Archive MONTH (as 2026-11) and drop what is archived from the usage store; safe to repeat."""
+        printer.show(api.put("/archives/{}", month, body={}), ARCHIVE)
+
+    @archive.command("check")
+    @click.argument("month")
+    @admin
+    def check(api: AdminClient, printer: Printer, month: str) -> None:
+        """Read every event of an archived MONTH; exit code 1 when one is not what was archived."""
+        found = api.get("/archives/{}/check", month)
+        printer.show(found, ("month", "ok", "events", "fault"))
+        if not found["ok"]:
+            raise click.exceptions.Exit(1)
+
+    return archive

@@ -199,6 +199,7 @@ def admin_state(
         gateways=stores.gateways,
         folder=stores.folder,
         usage=stores.usage,
+        retention=stores.retention,
         spool=stores.spool,
         journal=stores.journal,
         engine=engine,

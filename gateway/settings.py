@@ -126,6 +126,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 1 << 30
     idempotency_max_bytes: Annotated[int, Meta(ge=1 << 16, description="answers kept for retries")] = 256 << 20
     idempotency_ttl_s: Annotated[int, Meta(ge=1, description="how long an Idempotency-Key is remembered")] = 86_400
+    retention_months: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="whole months of events kept in the usage store, older ones are archived; unset: all"),
+    ] = None
+    archive_dir: Annotated[
+        Path | None, Meta(description="folder of archived events, shared by all gateways; unset: in the data folder")
+    ] = None
 
     gateway_id: Annotated[
         str,
@@ -160,6 +167,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def journal_dir(self) -> Path:
         return self.data_dir / "journal"
+
+    @property
+    def archive(self) -> Path:
+        return self.archive_dir or self.data_dir / "archive"
 
     @property
     def adapters_dir(self) -> Path:

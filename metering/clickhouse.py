@@ -8,6 +8,7 @@ counting is exactly-once: see `migrations/clickhouse/0001_usage_events.sql`.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import threading
 import time
@@ -21,11 +22,16 @@ import clickhouse_connect
 import msgspec
 from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
-from metering import hourly, queries
-from metering.counts import HOUR_US, CountRow, hour_of
+from metering import frozen, hourly, queries, retention
+from metering.archive import Archive, ArchivedEvent, month_of, month_us, within
+from metering.counts import HOUR_US, CountRow, add_rows, hour_of
 from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
 from metering.events import VERSION, UsageEvent, VersionError, content_hash, encode
+from metering.frozen import UsageRow
+from metering.queries import Query
 from metering.rollups import Rollups
+
+__all__ = ["UsageRow", "UsageStore", "client_options"]
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +46,6 @@ _LIMITS = {
     "n": 1 << 32,
     **{name: 1 << 63 for name, kind in queries.EVENT_COLUMNS.items() if "64" in kind},
 }
-
-
-class UsageRow(msgspec.Struct, frozen=True):
-    """Sums of one bucket and group. `group` has the names that were asked for."""
-
-    start_us: int
-    group: dict[str, str]
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
 
 
 def client_options(url: str) -> dict[str, Any]:
@@ -81,15 +75,18 @@ def client_options(url: str) -> dict[str, Any]:
 class UsageStore:
     """Thread-safe: every call takes a client of its own from a small pool. A client is made on first use."""
 
-    def __init__(self, url: str, writer: str | None = None) -> None:
-        """Connects nothing yet. `writer`: see `metering.rollups`. Raises `ValueError` for a URL that names no store."""
+    def __init__(self, url: str, writer: str | None = None, archive: Archive | None = None) -> None:
+        """Connects nothing yet. `writer`: see `metering.rollups`. `archive`: has the events that the store has dropped;
+        without it, asking for them is an error. Raises `ValueError` for a URL that names no store.
+        """
+        self.archive = archive
         self._options = client_options(url)
         self.conflicts_total = 0  # contents that came second, as found when they were inserted
         self._idle: list[Any] = []
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._lock = threading.Lock()
         self._closed = False
-        self.rollups = Rollups(self._client, writer or uuid.uuid4().hex)
+        self.rollups = Rollups(self._client, writer or uuid.uuid4().hex, frozen=self._dropped_months)
 
     def insert(self, events: Sequence[UsageEvent]) -> None:
         """Store the events; again does no harm. Returns when they are on the store's disk and conflicts are recorded.
@@ -102,6 +99,9 @@ class UsageStore:
         for event in events:
             if reasons := _unstorable(event):
                 raise Rejected(f"{event.event_id}: {'; '.join(reasons)}")
+        events = self._not_archived(events)
+        if not events:
+            return
         rows = [(*_row(event), content_hash(event)) for event in events]
         hours = {hour_of(event.ts_us) for event in events}
         with self._client() as client, self.rollups.touched(client, hours):
@@ -137,16 +137,27 @@ class UsageStore:
         settled_from_us: int | None = None,
         settled_to_us: int | None = None,
     ) -> Iterator[UsageEvent]:
-        """The events of [start, end) that stand, by time and id, equal to what was inserted.
+        """The events of [start, end) that stand, by time and id, equal to what was inserted: the store's, and the
+        archive's of months that it has dropped.
 
-        A client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's, and
-        `StoreNewer` at one whose version this code does not know.
+        A client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's and
+        for an archive that is not at hand, `StoreNewer` at one whose version this code does not know, and
+        `StoreUnavailable` when a month was archived meanwhile: some of its events may have been missed.
         """
-        query = queries.events(tenant, start_us, end_us, settled_from_us, settled_to_us)
-        with self._client() as client, client.query_row_block_stream(*query) as blocks:
-            for block in blocks:
-                for row in block:
-                    yield _event(row)
+        months = self._archived_within(start_us, end_us)
+        live = self._live_events(queries.events(tenant, start_us, end_us, settled_from_us, settled_to_us))
+        if not months:
+            yield from live
+        else:
+            archived = (
+                event
+                for event in self._archive().events(months, tenant, start_us, end_us)
+                if (settled_from_us is None or event.settled_us >= settled_from_us)
+                and (settled_to_us is None or event.settled_us < settled_to_us)
+            )
+            yield from _once(heapq.merge(archived, live, key=lambda event: (event.ts_us, event.event_id)))
+        if self._archived_within(start_us, end_us) != months:
+            raise StoreUnavailable("a month was archived while its events were read: read them again")
 
     def usage(
         self,
@@ -163,28 +174,73 @@ class UsageStore:
         `only`: group → the values that are taken. Raises `ValueError` for an unknown name.
         """
         names, filters = queries.checked_groups(bucket, group_by, only)
+        dropped = within(self._dropped_months(), start_us, end_us)
+        raw = self._unsummed(start_us, end_us, dropped)
+        summed = hourly.can_answer(bucket, [*names, *filters]) and hourly.can_list(raw)
         query = queries.usage(tenant, start_us, end_us, bucket, names, filters)
-        if hourly.can_answer(bucket, [*names, *filters]):
-            raw = self._unsummed(start_us, end_us)
-            if hourly.can_list(raw):  # else they are scattered over centuries, and few
-                query = hourly.usage(tenant, start_us, end_us, bucket, names, filters, raw_hours_us=raw)
-        return [
-            UsageRow(
-                row[0] * 1_000_000,
-                dict(zip(names, row[1 : 1 + len(names)], strict=True)),
-                *(int(value) for value in row[1 + len(names) :]),
-            )
-            for row in self._query(query)
-        ]
+        if summed:
+            query = hourly.usage(tenant, start_us, end_us, bucket, names, filters, raw_hours_us=raw, dropped=dropped)
+        rows = [_usage_row(row, names) for row in self._query(query)]
+        spans = [] if not dropped else frozen.edges(start_us, end_us) if summed else [(start_us, end_us)]
+        for span in spans:
+            months = within(dropped, *span)
+            rows += frozen.usage_of(self._archive().events(months, tenant, *span), bucket, names, filters)
+        return frozen.added(rows, names) if spans else rows
 
     def counts(self, start_us: int, end_us: int) -> list[CountRow]:
-        """Sums per tenant, model and hour, for hours that begin in [start, end)."""
-        rows = self._query(queries.counts(start_us, end_us))
-        return [CountRow(row[0], row[1], row[2] * 1_000_000, *(int(value) for value in row[3:])) for row in rows]
+        """Sums per tenant, model and hour, for hours that begin in [start, end): of the events, and of the hourly sums
+        for months that the store has dropped."""
+        found = [self._query(queries.counts(start_us, end_us))]
+        for month in within(self._dropped_months(), start_us, end_us):
+            first, last = month_us(month)
+            found.append(self._query(hourly.counts(max(start_us, first), min(end_us, last))))
+        rows = [
+            CountRow(row[0], row[1], row[2] * 1_000_000, *(int(value) for value in row[3:]))
+            for part in found
+            for row in part
+        ]
+        return add_rows(rows) if len(found) > 1 else rows
 
     def conflicts(self, start_us: int, end_us: int) -> list[str]:
         """Ids of events in [start, end) that are stored with more than one content. The first stands; look why."""
-        return [row[0] for row in self._query(queries.conflicts(start_us, end_us))]
+        live = [row[0] for row in self._query(queries.conflicts(start_us, end_us))]
+        months = self._archived_within(start_us, end_us)
+        return sorted({*live, *self._archive().second(months, start_us, end_us)}) if months else live
+
+    def archived(self) -> list[retention.Noted]:
+        """The months that an archive holds events of."""
+        return [retention.Noted(*row) for row in self._query(retention.noted_months())]
+
+    def contents(self, query: Query) -> Iterator[tuple[ArchivedEvent, str]]:
+        """Events that a query gives as `queries.event_fields` and whether each stands, with their hashes; each checked.
+
+        Raises as `events` does.
+        """
+        with self._client() as client, client.query_row_block_stream(*query) as blocks:
+            for block in blocks:
+                for *row, standing in block:
+                    yield ArchivedEvent(_event(row), bool(standing)), row[-1]
+
+    def query(self, query: Query) -> list[tuple[Any, ...]]:
+        """The rows of a statement that this package wrote."""
+        return self._query(query)
+
+    def command(self, query: Query) -> None:
+        """Run a statement that this package wrote."""
+        with self._client() as client:
+            client.command(*query)
+
+    def insert_rows(self, table: str, rows: Sequence[Sequence[Any]], columns: Mapping[str, str]) -> None:
+        """Insert into a table other than the events'."""
+        if rows:
+            with self._client() as client:
+                client.insert(
+                    table,
+                    rows,
+                    column_names=list(columns),
+                    column_type_names=list(columns.values()),
+                    settings={"async_insert": 0},
+                )
 
     def close(self, timeout: float = 30.0) -> None:
         """Close the clients. Calls that run end first, within `timeout` seconds; later ones raise `StoreError`."""
@@ -207,13 +263,61 @@ class UsageStore:
             rows: list[tuple[Any, ...]] = client.query(*query).result_rows
             return rows
 
-    def _unsummed(self, start_us: int, end_us: int) -> Sequence[int]:
+    def _live_events(self, query: Query) -> Iterator[UsageEvent]:
+        with self._client() as client, client.query_row_block_stream(*query) as blocks:
+            for block in blocks:
+                for row in block:
+                    yield _event(row)
+
+    def _archived_within(self, start_us: int, end_us: int) -> list[int]:
+        """The months that an archive holds events of, and that the range touches."""
+        return within([noted.month for noted in self.archived()], start_us, end_us)
+
+    def _dropped_months(self) -> list[int]:
+        """The months whose sums are the archive's: what the store still has of them came later."""
+        return [noted.month for noted in self.archived() if noted.dropped]
+
+    def _archive(self) -> Archive:
+        if self.archive is None:
+            raise StoreDamaged("events of this time were archived, and the archive is not at hand")
+        return self.archive
+
+    def _not_archived(self, events: Sequence[UsageEvent]) -> Sequence[UsageEvent]:
+        """The events but those that the archive counts. Another content of an archived id is set aside in advance."""
+        running = month_of(time.time_ns() // 1000)
+        if all(month_of(event.ts_us) >= running for event in events):
+            return events  # no month is archived before it is over
+        known: dict[str, str] = {}
+        by_month: dict[int, dict[str, int]] = defaultdict(dict)
+        for event in events:
+            by_month[month_of(event.ts_us)][event.event_id] = event.ts_us
+        for month in by_month.keys() & set(self._dropped_months()):
+            known |= self._archive().known(month, by_month[month])
+        second = [
+            [event.event_id, content_hash(event)]
+            for event in events
+            if known.get(event.event_id, content_hash(event)) != content_hash(event)
+        ]
+        if second:
+            self._set_aside(second)
+        return [event for event in events if known.get(event.event_id) != content_hash(event)]
+
+    def _set_aside(self, second: list[list[str]]) -> None:
+        """Contents that came second under their ids: kept, and counted nowhere."""
+        self.insert_rows(queries.CONFLICTS, second, {"event_id": "String", "content_hash": "String"})
+        self.conflicts_total += len(second)
+        ids = ", ".join(event_id for event_id, _ in second[:10])
+        log.error("usage store: %d contents came second, the first under their ids stand: %s", len(second), ids)
+
+    def _unsummed(self, start_us: int, end_us: int, dropped: Sequence[int]) -> Sequence[int]:
         """The hours that have, or may have, events of [start, end) and whose sums do not stand for them all."""
         first_us, last_us, count = self._query(hourly.span())[0]
         if not count:
             return []
         clean = {row[0] * 1_000_000 for row in self._query(hourly.clean_hours(start_us, hour_of(end_us)))}
         hours = range(hour_of(max(start_us, first_us)), min(end_us, last_us + 1), HOUR_US)
+        if dropped:
+            clean = {hour_us for hour_us in clean if month_of(hour_us) not in dropped}
         return [hour_us for hour_us in hours if hour_us not in clean] if clean else hours
 
     def _record_conflicts(self, client: Any, events: Sequence[UsageEvent]) -> None:
@@ -229,15 +333,7 @@ class UsageStore:
         for event_id, digest, *_ in client.query(*queries.contents(ids, hours[0], hours[-1] + HOUR_US)).result_rows:
             stored[event_id].append(digest)
         second = [[event_id, digest] for event_id, digests in stored.items() for digest in digests[1:]]
-        client.insert(
-            queries.CONFLICTS,
-            second,
-            column_names=["event_id", "content_hash"],
-            column_type_names=["String", "String"],
-            settings={"async_insert": 0},
-        )
-        self.conflicts_total += len(second)
-        log.error("usage store: %d ids have a second content, the first stands: %s", len(ids), ", ".join(ids[:10]))
+        self._set_aside(second)
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[Any]:
@@ -307,6 +403,20 @@ def _unstorable(event: UsageEvent) -> list[str]:
 
 def _row(event: UsageEvent) -> tuple[Any, ...]:
     return msgspec.structs.astuple(event)
+
+
+def _usage_row(row: Sequence[Any], names: Sequence[str]) -> UsageRow:
+    group = dict(zip(names, row[1 : 1 + len(names)], strict=True))
+    return UsageRow(row[0] * 1_000_000, group, *(int(value) for value in row[1 + len(names) :]))
+
+
+def _once(events: Iterator[UsageEvent]) -> Iterator[UsageEvent]:
+    """Each event once, of a month that is both in the store and in the archive."""
+    before = ""
+    for event in events:
+        if event.event_id != before:
+            yield event
+        before = event.event_id
 
 
 _FIELDS = UsageEvent.__struct_fields__

@@ -29,11 +29,20 @@ DIRTY = "usage_dirty_hours"
 KEPT_APART = ("tenant", "model", "base_model", "key", "adapter", "endpoint", "outcome")
 """Groups of the sums. Not `user`: an end user's name may be new in every event."""
 
+COLUMNS = {
+    "hour": "DateTime('UTC')",
+    **{GROUPS[name]: "LowCardinality(String)" for name in KEPT_APART},
+    "requests": "UInt64",
+    **dict.fromkeys(SUMS, "UInt128"),
+    "version": "UInt64",
+}
+
 _DIMENSIONS = ", ".join(GROUPS[name] for name in KEPT_APART)
 _SUMMED = tuple(f"sum_{name}" for name in SUMS)
 _IN_HOURS = "hour IN {hours:Array(DateTime('UTC'))}"
 _FROM, _TO = "fromUnixTimestamp64Micro({start_us:Int64}, 'UTC')", "fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')"
 _BETWEEN = f"hour >= {_FROM} AND hour < {_TO}"
+_WHOLE = f"hour >= {_FROM} AND hour < toStartOfHour({_TO})"
 _RAW_HOURS = (
     "(SELECT arrayJoin(arrayFlatten(arrayMap((first, hours) -> arrayMap(i -> first + i * 3600, range(hours)), "
     "{raw_from:Array(DateTime('UTC'))}, {raw_hours:Array(UInt32)}))))"
@@ -61,9 +70,12 @@ def usage(
     only: Mapping[str, Sequence[str]] | None = None,
     *,
     raw_hours_us: Sequence[int],
+    dropped: Sequence[int] = (),
 ) -> Query:
     """`queries.usage` from the sums, and from the events in `raw_hours_us` (ascending): every hour whose sums do not
-    stand, and every one that does not lie whole in the range; of such that `can_list`. Raises `ValueError`.
+    stand, and every one that does not lie whole in the range; of such that `can_list`.
+
+    `dropped` months (202609) have both, sums of what was archived and events that came later. Raises `ValueError`.
     """
     names, filters = checked_groups(bucket, group_by, only)
     if not can_answer(bucket, [*names, *filters]):
@@ -74,6 +86,10 @@ def usage(
     values |= {"raw_from": [first // 1_000_000 for first, _ in runs], "raw_hours": [hours for _, hours in runs]}
     keys = ", ".join(["start_s", *(f"group_{name}" for name in names)])
     groups = "".join(f"{GROUPS[name]} AS group_{name}, " for name in names)
+    sums_stand = f"hour NOT IN {_RAW_HOURS}"
+    if dropped:
+        sums_stand = f"({sums_stand} OR toYYYYMM(hour) IN {{dropped:Array(UInt32)}})"
+        values["dropped"] = list(dropped)
     of_tenant = "" if tenant is None else " AND tenant = {tenant:String}"
     summed = ", ".join(f"sum({name}) AS sum_{name}" for name in SUMS)
     counted = ", ".join(f"sum(toUInt128({name})) AS sum_{name}" for name in SUMS)
@@ -81,7 +97,7 @@ def usage(
     return Query(
         f"SELECT {keys}, sum(counted) AS requests, {total} FROM ("
         f"SELECT {BUCKETS[bucket].replace('(ts)', '(hour)')} AS start_s, {groups}sum(requests) AS counted, {summed} "
-        f"FROM {HOURLY} FINAL WHERE {_BETWEEN} AND hour NOT IN {_RAW_HOURS}{of_tenant}{narrowed} "
+        f"FROM {HOURLY} FINAL WHERE {_WHOLE} AND {sums_stand}{of_tenant}{narrowed} "
         f"GROUP BY {keys} "
         f"UNION ALL SELECT {BUCKETS[bucket]} AS start_s, {groups}count() AS counted, {counted} FROM {EVENTS} FINAL "
         f"WHERE toStartOfHour(ts) IN {_RAW_HOURS} AND {where} AND {STANDING}{narrowed} "
@@ -115,6 +131,39 @@ def known_hours(start_us: int, end_us: int) -> Query:
         f"SELECT toStartOfHour(ts) AS hour FROM {EVENTS} WHERE {where} GROUP BY hour "
         f"UNION ALL SELECT hour FROM {HOURLY} WHERE {_BETWEEN} GROUP BY hour) ORDER BY hour_s",
         parameters,
+    )
+
+
+def event_hours(start_us: int, end_us: int) -> Query:
+    """Hours, ascending, of the events of [start, end)."""
+    where, parameters = within(None, start_us, end_us)
+    return Query(
+        f"SELECT toUnixTimestamp(toStartOfHour(ts)) AS hour_s FROM {EVENTS} WHERE {where} "
+        "GROUP BY hour_s ORDER BY hour_s",
+        parameters,
+    )
+
+
+def requests(start_us: int, end_us: int) -> Query:
+    """How many requests the sums of the hours of [start, end) count."""
+    return Query(f"SELECT sum(requests) FROM {HOURLY} FINAL WHERE {_BETWEEN}", {"start_us": start_us, "end_us": end_us})
+
+
+def next_version(start_us: int, end_us: int) -> Query:
+    """A version above those of all sums of the hours of [start, end)."""
+    return Query(
+        f"SELECT greatest(toUInt64(toUnixTimestamp64Micro(now64(6))), 1 + max(version)) FROM {HOURLY} WHERE {_BETWEEN}",
+        {"start_us": start_us, "end_us": end_us},
+    )
+
+
+def counts(start_us: int, end_us: int) -> Query:
+    """`queries.counts` from the sums, for hours that begin in [start, end)."""
+    sums = ", ".join(f"sum({name})" for name in SUMS[:3])
+    return Query(
+        f"SELECT tenant, model, toUnixTimestamp(hour) AS hour_s, sum(requests) AS counted, {sums} FROM {HOURLY} FINAL "
+        f"WHERE {_BETWEEN} GROUP BY tenant, model, hour_s HAVING counted > 0 ORDER BY tenant, model, hour_s",
+        {"start_us": start_us, "end_us": end_us},
     )
 
 

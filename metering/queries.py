@@ -129,16 +129,21 @@ def events(
         if value is not None:
             where += f" AND settled {operator} fromUnixTimestamp64Micro({{{name}:Int64}}, 'UTC')"
             parameters[name] = value
-    columns = ", ".join(
-        f"toUnixTimestamp64Micro({name}) AS {name}_us" if kind.startswith("DateTime64") else name
-        for name, kind in INSERT_COLUMNS.items()
-    )
     merged, once = "FINAL", ""
     if tenant is not None:
         merged, once = "PREWHERE tenant = {tenant:String}", " LIMIT 1 BY event_id, content_hash"
         parameters["tenant"] = tenant
     return Query(
-        f"SELECT {columns} FROM {EVENTS} {merged} WHERE {where} AND {STANDING} ORDER BY ts, event_id{once}", parameters
+        f"SELECT {event_fields()} FROM {EVENTS} {merged} WHERE {where} AND {STANDING} ORDER BY ts, event_id{once}",
+        parameters,
+    )
+
+
+def event_fields() -> str:
+    """Every field of an event in order, times as microseconds, and its content hash."""
+    return ", ".join(
+        f"toUnixTimestamp64Micro({name}) AS {name}_us" if kind.startswith("DateTime64") else name
+        for name, kind in INSERT_COLUMNS.items()
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from metering import hourly
+from metering.archive import month_of
 from metering.queries import Query
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,17 @@ class _Hour:
 class Rollups:
     """Thread-safe. `clients` gives a connection of one's own."""
 
-    def __init__(self, clients: Clients, writer: str, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        writer: str,
+        *,
+        frozen: Callable[[], Collection[int]] = tuple,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`frozen`: months (202609) whose sums are of an archive: they are never made of events again."""
         self._clients = clients
+        self._frozen = frozen
         self._writer = writer
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
@@ -102,7 +112,7 @@ class Rollups:
         """Recompute the dirty hours that no insert touched for so long; how many are clean now."""
         with self._rolling, self._clients() as client:
             self._load(client)
-            due = self._due(quiet_s)
+            due = self._thawed(client, self._due(quiet_s))
             return sum(self._roll(client, some) for some in _by_month(sorted(due), AT_ONCE))
 
     def dirty(self) -> int:
@@ -113,7 +123,9 @@ class Rollups:
     def check(self, start_us: int, end_us: int) -> list[Drift]:
         """Compare sums and events of every hour that begins in [start, end) and that is said to be clean."""
         with self._clients() as client:
+            frozen = set(self._frozen())
             clean = sorted(row[0] * 1_000_000 for row in _rows(client, hourly.clean_hours(start_us, end_us)))
+            clean = [hour_us for hour_us in clean if month_of(hour_us) not in frozen]
             return [
                 Drift(hour_s * 1_000_000, int(groups), int(events), int(summed))
                 for some in _by_month(clean, CHECKED_AT_ONCE)
@@ -124,7 +136,9 @@ class Rollups:
         """Forget the sums of every hour that begins in [start, end) and make them anew; how many hours there were."""
         with self._rolling, self._clients() as client:
             self._load(client)
+            frozen = set(self._frozen())
             hours = [row[0] * 1_000_000 for row in _rows(client, hourly.known_hours(start_us, end_us))]
+            hours = [hour_us for hour_us in hours if month_of(hour_us) not in frozen]
             for some in _by_month(hours, CHECKED_AT_ONCE):
                 with self.touched(client, some):
                     _run(client, hourly.forget(some))
@@ -173,6 +187,17 @@ class Rollups:
                 for hour_us, hour in self._hours.items()
                 if hour.marked and not hour.inserting and not hour.uncertain and hour.at_s <= before_s
             ]
+
+    def _thawed(self, client: Any, hours_us: list[int]) -> list[int]:
+        """The hours but those of frozen months, which this writer lets go: their events are read beside their sums."""
+        frozen = set(self._frozen()) if hours_us else set()
+        cold = [hour_us for hour_us in hours_us if month_of(hour_us) in frozen]
+        with self._lock:
+            versions = {hour_us: self._following() for hour_us in cold if not self._hours[hour_us].inserting}
+            for hour_us in versions:
+                del self._hours[hour_us]
+        self._mark(client, versions, dirty=False)
+        return [hour_us for hour_us in hours_us if hour_us not in cold]
 
     def _roll(self, client: Any, hours_us: Sequence[int]) -> int:
         with self._lock:

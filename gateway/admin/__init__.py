@@ -14,6 +14,7 @@ from litestar.di import Provide
 from gateway import paths
 from gateway.admin import (
     adapters,
+    archives,
     budgets,
     credits,
     gateways,
@@ -63,6 +64,7 @@ def admin_router(state: AdminState) -> Router:
             invoices.router,
             reconcile.router,
             rollups.router,
+            archives.router,
             gateways.router,
         ],
         dependencies={

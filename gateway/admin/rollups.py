@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from litestar import Router, get, post
+from litestar import Router, get, put
 from litestar.params import JSONBody, QueryParameter
 
 from gateway.admin.body import Fault
@@ -76,7 +76,7 @@ async def get_drift(
     return Page(data=shown)
 
 
-@post("/rollups/rebuild", status_code=200)
+@put("/rollups")
 async def rebuild(data: JSONBody[RollupRange], admin: Admin) -> RebuiltView:
     """Forget the sums of these hours and make them anew from the events. May be repeated."""
     hours = _hours(parse_time(data.start), parse_time(data.end))

@@ -18,6 +18,7 @@ from engine.client import Engine
 from gateway.admin.kept import KeptReports
 from metering.clickhouse import UsageStore
 from metering.journal import Journal
+from metering.retention import Retention
 from metering.spool import Spool
 
 P = ParamSpec("P")
@@ -40,6 +41,7 @@ class AdminState:
         gateways: Gateways,
         folder: str,
         usage: UsageStore,
+        retention: Retention,
         spool: Spool,
         journal: Journal,
         engine: Engine | None,
@@ -54,6 +56,7 @@ class AdminState:
         self.gateways = gateways
         self.folder = folder
         self.usage = usage
+        self.retention = retention
         self.spool = spool
         self.journal = journal
         self.engine = engine

@@ -23,7 +23,7 @@ async def test_sums_are_checked_and_made_anew(world: World) -> None:
     assert drift == {"start": HOUR, "groups": 1, "events": 1, "summed": 2}
     assert (await world.get("/rollups/drift", end=HOUR))["data"] == []
     body = {"start": "2026-11-18T11:30:00Z", "end": "2026-11-18T11:30:01Z"}
-    assert await world.post("/rollups/rebuild", body, expect=200) == {"hours": 1}
+    assert await world.call("PUT", "/rollups", body) == {"hours": 1}
     assert (await world.get("/rollups/drift"))["data"] == []
     (row,) = await asyncio.to_thread(
         world.state.usage._query, Query("SELECT sum(requests) FROM usage_hourly FINAL", {})
@@ -33,5 +33,5 @@ async def test_sums_are_checked_and_made_anew(world: World) -> None:
 
 async def test_what_is_no_range_is_refused(world: World) -> None:
     for body in ({}, {"start": HOUR}, {"start": HOUR, "end": HOUR}, {"start": "x", "end": HOUR}):
-        await world.post("/rollups/rebuild", body, expect=400)
+        await world.call("PUT", "/rollups", body, expect=400)
     await world.get("/rollups/drift", expect=400, start=HOUR, end=HOUR)

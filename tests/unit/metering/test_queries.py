@@ -83,7 +83,7 @@ def test_usage_by_the_sums_as_text() -> None:
         "sum(sum_completion_tokens), sum(sum_reasoning_tokens) FROM ("
         "SELECT toUnixTimestamp(toStartOfDay(hour)) AS start_s, model AS group_model, sum(requests) AS counted, "
         f"{of_hours} FROM usage_hourly FINAL WHERE hour >= fromUnixTimestamp64Micro({{start_us:Int64}}, 'UTC') "
-        f"AND hour < fromUnixTimestamp64Micro({{end_us:Int64}}, 'UTC') AND hour NOT IN {hours} "
+        f"AND hour < toStartOfHour(fromUnixTimestamp64Micro({{end_us:Int64}}, 'UTC')) AND hour NOT IN {hours} "
         "AND tenant = {tenant:String} AND key_id IN {only_key:Array(String)} GROUP BY start_s, group_model "
         "UNION ALL SELECT toUnixTimestamp(toStartOfDay(ts)) AS start_s, model AS group_model, count() AS counted, "
         f"{of_events} FROM usage_events FINAL WHERE toStartOfHour(ts) IN {hours} "
@@ -101,6 +101,12 @@ def test_usage_by_the_sums_as_text() -> None:
         "raw_from": [0, 9 * 3600],
         "raw_hours": [3, 1],
     }
+
+
+def test_of_months_that_were_dropped_sums_and_events_are_both_read() -> None:
+    sql, parameters = hourly.usage(None, 5, 9, "day", [], raw_hours_us=[0], dropped=[202609])
+    assert ")))) OR toYYYYMM(hour) IN {dropped:Array(UInt32)})" in sql
+    assert parameters["dropped"] == [202609]
 
 
 def test_what_the_sums_cannot_answer() -> None:

@@ -13,6 +13,7 @@ from metering.clickhouse import UsageStore, client_options
 from metering.events import content_hash, decode, encode
 from metering.hourly import DIRTY, HOURLY
 from metering.queries import CONFLICTS, DEAD_LETTERS, EVENT_COLUMNS, EVENTS, INSERT_COLUMNS
+from metering.retention import ARCHIVES
 from migrations.runner import (
     CLICKHOUSE_FOLDER,
     LEDGER_FOLDER,
@@ -56,7 +57,7 @@ def test_an_empty_store_gets_every_table_and_a_second_run_does_nothing(url: str)
     assert migrate_clickhouse(url) == names
     assert migrate_clickhouse(url) == []
     tables = {name for (name,) in query(url, "SELECT name FROM system.tables WHERE database = currentDatabase()")}
-    assert tables == {EVENTS, DEAD_LETTERS, CONFLICTS, HOURLY, DIRTY, "schema_migrations"}
+    assert tables == {EVENTS, DEAD_LETTERS, CONFLICTS, HOURLY, DIRTY, ARCHIVES, "schema_migrations"}
     columns = query(
         url, f"SELECT name, type FROM system.columns WHERE database = currentDatabase() AND table = '{EVENTS}'"
     )
