@@ -105,6 +105,7 @@ ALARM_KINDS = (
     "usage_conflict",  # a second content of an event id came to the ledger; the first stands
     "usage_unrated",  # usage came to the ledger and no price was found
     "hold_exceeded",  # a request cost more than was held for it
+    "lease_lost",  # this gateway was away for so long that others may have spent what it had leased
     "spool_conflict",  # an event id was settled twice, with different content
     "spool_failure",  # the disk refused a commit of settlements, or a read
     "spool_quarantined",  # a spool row is not what was settled, or is lost; counted from the file's beginning
