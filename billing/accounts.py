@@ -27,6 +27,7 @@ CHANGEABLE = (
     "monthly_cap",
     "top_up",
     "timezone",
+    "billing_anchor_day",
 )
 
 
@@ -71,6 +72,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     monthly_cap: str | None = None
     top_up: TopUp | None = None
     timezone: str = UTC_NAME
+    billing_anchor_day: int = 1  # 1 to 31: the day of a month on which invoices' periods begin, in that zone
 
     def check(self) -> None:
         """Raise `Invalid` with every fault."""
@@ -103,6 +105,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
                 faults.add("top_up", "is for prepaid tenants")
         if self.timezone not in zone_names():
             faults.add("timezone", "must be an IANA time zone, such as Europe/Berlin")
+        faults.anchor_day("billing_anchor_day", self.billing_anchor_day)
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):

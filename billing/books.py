@@ -17,12 +17,15 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
-from billing.daily import DailyCharges
 from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
+from billing.charges import move
+from billing.daily import DailyCharges
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
-from billing.invoice import InvoiceFact, Invoices
+from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceVoided
 from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
+from billing.money import parse_exact
+from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 
@@ -57,6 +60,7 @@ class Books:
         self.hash = GENESIS
         self.accounts = Accounts()
         self.prices = PriceBook()
+        self.positions = Positions()
         self.ledger = Ledger(self.accounts)
         self.budgets = Budgets(self.accounts)
         self.invoices = Invoices()
@@ -77,6 +81,8 @@ class Books:
         match fact:
             case UsageRated():
                 self.ledger.apply(fact)
+                if fact.positions:
+                    move(self.positions, fact, self.prices.versions[fact.price_id])
                 self.daily.apply(fact)
                 self.budgets.charge(fact.tenant, fact.key_id, fact.adapter, fact.ts_us, int(fact.amount_femto))
             case UsageUnrated() | CreditGranted() | GrantExpired() | TopUpRequested() | QuotaExhausted():
@@ -88,6 +94,20 @@ class Books:
             case PriceSet():
                 self.prices.apply(fact)
             case _:
+                self._true_up(fact)
                 self.invoices.apply(fact, row.seq)
         self.seq, self.hash = row.seq, row.hash
         return fact
+
+    def _true_up(self, fact: InvoiceFact) -> None:
+        """A final invoice's difference from its charges counts in the balance; a void one's no more."""
+        match fact:
+            case InvoiceFinalized(invoice_id=id):
+                sign = 1
+            case InvoiceVoided(invoice_id=id) if self.invoices.get(id).finalized_us is not None:
+                sign = -1
+            case _:
+                return
+        invoice = self.invoices.get(id)
+        if amount := sign * round(parse_exact(invoice.true_up)):
+            self.ledger.true_up(invoice.tenant, amount, invoice.period_end_us - 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from billing.errors import Invalid
 from billing.money import FEMTO, MoneyError, minor_digits
+from billing.periods import ANCHOR_MAX
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MODEL = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
@@ -54,6 +55,10 @@ class Faults:
     def time(self, field: str, value: object) -> None:
         if not (_is_int(value) and 0 <= value < LATEST_US):  # type: ignore[operator]  # _is_int has said so
             self.add(field, "must be a time between 1970 and 9999")
+
+    def anchor_day(self, field: str, value: object) -> None:
+        if not (_is_int(value) and 1 <= value <= ANCHOR_MAX):  # type: ignore[operator]  # _is_int has said so
+            self.add(field, f"must be a day from 1 to {ANCHOR_MAX}")
 
     def limits(self, field: str, value: object) -> None:
         if not isinstance(value, dict):

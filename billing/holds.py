@@ -39,7 +39,7 @@ class _Open:
         self.rate = rate
         self.ts_us = ts_us
         self.prompt_tokens = prompt_tokens
-        self.prompt_femto = cost(prompt_tokens, rate.dearest_prompt())
+        self.prompt_femto = cost(prompt_tokens, rate.dearest_prompt()) + rate.fixed_femto
         self.covered = 0
 
     @property
@@ -127,7 +127,7 @@ class Holds:
             return
         known = cost(prompt - cached, hold.rate.prompt) + cost(cached, hold.rate.cached)
         to_come = cost(max(hold.prompt_tokens - prompt, 0), hold.rate.dearest_prompt())
-        femto = min(hold.prompt_femto, known + to_come)
+        femto = min(hold.prompt_femto, known + to_come + hold.rate.fixed_femto)
         hold.keep(femto - hold.prompt_femto)
         hold.prompt_femto = femto
 

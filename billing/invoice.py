@@ -10,17 +10,17 @@ Pure. Does not know: where usage is kept, what the payment provider is, what tim
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from fractions import Fraction
 from typing import Protocol
 
 import msgspec
 
 from billing.accounts import Tenant
 from billing.errors import NotFound, PeriodOverlaps
-from billing.money import allocate
-from billing.prices import PriceVersion, TokenClass
+from billing.money import parse_exact
+from billing.tiers import PriceModel, Tier, TokenClass
 from metering.events import UsageEvent
 
 
@@ -33,11 +33,22 @@ class InvoiceStatus(StrEnum):
     VOID = "void"
 
 
+class LineKind(StrEnum):
+    """What a line asks money for."""
+
+    USAGE = "usage"
+    MINIMUM = "minimum"  # what a price's minimum asks beyond the usage of its period
+
+
 class InvoiceLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one class of one model at one price.
+    """Units of one class at one price: linear ones of one model, or all that share the tiers of one period.
 
     `id` is unique for ever and the same on every export. `late_of` names the earlier invoice whose
-    period these tokens belong to when they turned up after its cut; empty for the period's own.
+    period these units belong to when they turned up after its cut; empty for the period's own.
+
+    A line can be computed again from itself (`billing/lines.py`): a linear one is quantity x unit price; one that is
+    not is what all `total` units of this price, with `position` units of earlier versions before them, come to in the
+    period by `tiers`, less `booked`, which earlier standing invoices have of it.
     """
 
     id: str
@@ -48,14 +59,26 @@ class InvoiceLine(msgspec.Struct, frozen=True, kw_only=True):
     period_start_us: int
     period_end_us: int
     late_of: str = ""
-    quantity: int  # tokens
-    unit_price_nano: int  # nano-units of currency per million tokens
+    quantity: int  # base units (`tiers.UNITS`): tokens, images, milliseconds …
+    unit_price_nano: int  # nano-units of currency per million tokens, or for `tiers.Unit.per`; 0 where tiers say it
     amount_minor: int  # rounded; the lines' sum is the rounded exact total
+    kind: LineKind = LineKind.USAGE
+    endpoint: str = ""  # whose own price it is; empty: no endpoint's
+    exact: str = ""  # femto-units before the one rounding, as n or n/d; empty: quantity x unit price
+    price_model: PriceModel = PriceModel.FLAT
+    tiers: tuple[Tier, ...] = ()  # empty: linear
+    package_size: int = 0
+    allowance: int = 0
+    minimum: str = ""  # exact decimal text
+    position: int = 0
+    total: int = 0
+    booked: str = "0"  # femto-units, as `exact`
+    base: str = "0"  # femto-units that the line is computed from: for a minimum, what the period's usage came to
 
     @property
-    def amount_femto(self) -> int:
-        """The exact amount: quantity x unit price."""
-        return self.quantity * self.unit_price_nano
+    def amount_femto(self) -> int | Fraction:
+        """The exact amount, before the one rounding."""
+        return parse_exact(self.exact) if self.exact else self.quantity * self.unit_price_nano
 
 
 class Invoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +104,10 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     voided_seq: int | None = None
     stripe_invoice_id: str | None = None
     stripe_ids: dict[str, str] = {}  # what an export made: our id (of invoice or line) → the provider's
+    true_up: str = "0"  # femto-units, as n or n/d: the lines' exact sum less what the ledger charged for their events
 
     @property
-    def total_femto(self) -> int:
+    def total_femto(self) -> int | Fraction:
         """The exact total, before the one rounding."""
         return sum(line.amount_femto for line in self.lines)
 
@@ -243,73 +267,3 @@ def owner(ts_us: int, seq: int, invoices: Sequence[Invoice]) -> Invoice | None:
         if seq <= invoice.cut_seq and covers and not taken:
             takers.append(invoice)
     return next((invoice for invoice in takers if invoice.status is not InvoiceStatus.VOID), None)
-
-
-class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as it enters an invoice."""
-
-    event_id: str
-    event_hash: str
-    ts_us: int
-    model: str
-    adapter: str
-    quantities: dict[TokenClass, int]
-    price: PriceVersion
-    late_of: Invoice | None  # the standing invoice of its period, when it is late
-
-
-class Period(msgspec.Struct, frozen=True, kw_only=True):
-    """[start_us, end_us)."""
-
-    start_us: int
-    end_us: int
-
-
-def cut_lines(invoice_id: str, currency: str, period: Period, charges: Iterable[Charge]) -> tuple[InvoiceLine, ...]:
-    """Charges → lines, one per (period, model, adapter, class, price), in that order; nothing for 0 tokens."""
-    sums: dict[tuple[str, str, str, str, str], InvoiceLine] = {}
-    for charge in charges:
-        for token_class, tokens in charge.quantities.items():
-            if tokens:
-                _add(sums, charge, token_class, tokens, period)
-    ordered = [sums[key] for key in sorted(sums)]
-    rounded = allocate([line.amount_femto for line in ordered], currency)
-    return tuple(
-        msgspec.structs.replace(line, id=f"{invoice_id}-{number}", amount_minor=minor)
-        for number, (line, minor) in enumerate(zip(ordered, rounded, strict=True), start=1)
-    )
-
-
-def _add(
-    sums: dict[tuple[str, str, str, str, str], InvoiceLine],
-    charge: Charge,
-    token_class: TokenClass,
-    tokens: int,
-    period: Period,
-) -> None:
-    late = charge.late_of
-    key = (late.id if late else "", charge.model, charge.adapter, token_class.value, charge.price.id)
-    line = sums.get(key)
-    if line is None:
-        line = InvoiceLine(
-            id="",
-            model=charge.model,
-            adapter=charge.adapter,
-            token_class=token_class,
-            price_id=charge.price.id,
-            period_start_us=late.period_start_us if late else period.start_us,
-            period_end_us=late.period_end_us if late else period.end_us,
-            late_of=late.id if late else "",
-            quantity=0,
-            unit_price_nano=charge.price.rate.of(token_class),
-            amount_minor=0,
-        )
-    sums[key] = msgspec.structs.replace(line, quantity=line.quantity + tokens)
-
-
-def digest(charges: Iterable[Charge]) -> str:
-    """SHA-256 hex over (event id, content hash) in the order of (time, id): what exactly was invoiced."""
-    hashed = hashlib.sha256()
-    for charge in sorted(charges, key=lambda charge: (charge.ts_us, charge.event_id)):
-        hashed.update(f"{charge.event_id} {charge.event_hash}\n".encode())
-    return hashed.hexdigest()

@@ -75,6 +75,9 @@ class UsageRated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.rated"):
     rated_later: bool = False  # it had no price at first: by its time alone the book would still find none
     key_id: str = ""  # whose budgets it counts in
     gateway: str = ""  # whose leases it used up; empty: nobody's
+    quantities: dict[str, int] = {}  # base units by class, where the price has more than three flat ones
+    positions: dict[str, int] = {}  # of each class that is not linear: the period's units before these (`positions.py`)
+    period_start_us: int = 0  # of the period that they count in; 0 where there are none
 
 
 class UsageUnrated(msgspec.Struct, frozen=True, kw_only=True, tag="usage.unrated"):
@@ -154,6 +157,7 @@ class Unrated(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     ts_us: int
     reason: str
+    endpoint: str = ""
 
 
 class Ledger:
@@ -198,6 +202,7 @@ class Ledger:
                     base_model=event.base_model,
                     ts_us=event.ts_us,
                     reason=fact.reason,
+                    endpoint=event.endpoint,
                 )
             case TopUpRequested(tenant=tenant):
                 self.account(tenant).topping_up = fact
@@ -227,6 +232,18 @@ class Ledger:
             account.owed += uncovered
         else:
             account.credit.debt += uncovered
+        self.moved.add(tenant)
+
+    def true_up(self, tenant: str, amount: int, ts_us: int) -> None:
+        """Book what an invoice asks beyond the charges of its usage; below 0 it gives back."""
+        if amount >= 0:
+            self._charged(tenant, amount, ts_us)
+            return
+        account = self.account(tenant)
+        account.charged += amount
+        forgiven = min(account.owed, -amount)
+        account.owed -= forgiven
+        account.credit.debt += amount + forgiven
         self.moved.add(tenant)
 
     def told(self) -> None:

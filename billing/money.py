@@ -17,6 +17,7 @@ NANO = 10**9
 FEMTO = 10**15
 
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+_EXACT = re.compile(r"-?\d{1,120}(/[1-9]\d{0,119})?", re.ASCII)
 
 MINOR_DIGITS = {  # ISO 4217, the currencies Stripe bills in whole, hundredth and thousandth units
     "usd": 2,
@@ -114,6 +115,25 @@ def format_minor(minor: int, currency: str) -> str:
     """Minor units (cents) → decimal text in the currency's own number of digits."""
     digits = minor_digits(currency)
     return _decimal_text(minor, digits, digits)
+
+
+def exact_text(femto: int | Fraction) -> str:
+    """Femto-units, whole or not, as `n` or `n/d` in lowest terms: what a JSON number cannot hold."""
+    return str(Fraction(femto))
+
+
+def parse_exact(text: str) -> int | Fraction:
+    """Inverse of `exact_text`; whole ones as int. Raises `MoneyError`."""
+    if not _EXACT.fullmatch(text):
+        raise MoneyError(f"{text[:64]!r} is not an exact amount")
+    value = Fraction(text)
+    return value.numerator if value.denominator == 1 else value
+
+
+def format_exact(femto: int | Fraction) -> str:
+    """Femto-units → decimal text of the unit where that ends within 15 digits, else the fraction `n/d` of the unit."""
+    value = Fraction(femto)
+    return format_amount(value.numerator) if value.denominator == 1 else str(value / FEMTO)
 
 
 def cost(tokens: int, price_nano: int) -> int:

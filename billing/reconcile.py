@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 import msgspec
 
-from billing.invoice import Invoice, InvoiceStatus, owner
+from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, owner
 from billing.ledger import Unrated, UsageRated
-from billing.prices import TokenClass
+from billing.money import parse_exact
+from billing.rating import quantities
+from billing.tiers import REQUIRED
 from metering.counts import CountRow, hour_of
 from metering.events import UsageEvent, content_hash
 
@@ -290,6 +293,9 @@ def _lines_differences(
     sources: Sources, invoice: Invoice, on: Mapping[tuple[str, str], Sequence[UsageRated]]
 ) -> Iterable[Difference]:
     """Each of the invoice's periods that lies whole in what is compared: lines against charges."""
+    if invoice.true_up != "0" or any(line.tiers for line in invoice.lines):
+        yield from _tiered_differences(sources, invoice, on)
+        return
     late_of = {line.late_of for line in invoice.lines} | {key[1] for key in on if key[0] == invoice.id} | {""}
     spans = {line.late_of: (line.period_start_us, line.period_end_us) for line in invoice.lines}
     spans[""] = (invoice.period_start_us, invoice.period_end_us)
@@ -297,23 +303,50 @@ def _lines_differences(
         if late in spans and not (sources.start_us <= spans[late][0] and spans[late][1] <= sources.end_us):
             continue
         lines = [line for line in invoice.lines if line.late_of == late]
-        rated = on.get((invoice.id, late), [])
-        quantity = {kind: sum(line.quantity for line in lines if line.token_class is kind) for kind in TokenClass}
-        left = (*quantity.values(), sum(line.amount_femto for line in lines))
-        right = (
-            sum(one.prompt_tokens - one.cached_tokens for one in rated),
-            sum(one.cached_tokens for one in rated),
-            sum(one.completion_tokens for one in rated),
-            sum(int(one.amount_femto) for one in rated),
+        yield from _section_difference(invoice, lines, on.get((invoice.id, late), []), 0)
+
+
+def _tiered_differences(
+    sources: Sources, invoice: Invoice, on: Mapping[tuple[str, str], Sequence[UsageRated]]
+) -> Iterable[Difference]:
+    """An invoice whose lines are not its charges alone: all of it at once, with what it asks beyond them."""
+    starts = [invoice.period_start_us, *(line.period_start_us for line in invoice.lines)]
+    ends = [invoice.period_end_us, *(line.period_end_us for line in invoice.lines)]
+    if sources.start_us <= min(starts) and max(ends) <= sources.end_us:
+        rated = [one for (id, _), found in on.items() if id == invoice.id for one in found]
+        yield from _section_difference(invoice, invoice.lines, rated, parse_exact(invoice.true_up))
+
+
+def _section_difference(
+    invoice: Invoice, lines: Sequence[InvoiceLine], rated: Sequence[UsageRated], true_up: int | Fraction
+) -> Iterable[Difference]:
+    left: dict[str, int] = defaultdict(int)
+    right: dict[str, int] = defaultdict(int)
+    for line in lines:
+        left[line.token_class.value] += line.quantity
+    for one in rated:
+        for name, units in (one.quantities or _counts(one)).items():
+            right[name] += units
+    ours = _words(left, sum((line.amount_femto for line in lines), Fraction(0)))
+    theirs = _words(right, sum((int(one.amount_femto) for one in rated), Fraction(true_up)))
+    if ours != theirs:
+        yield Difference(
+            between="invoice lines and ledger",
+            tenant=invoice.tenant,
+            invoice_id=invoice.id,
+            left=ours,
+            right=theirs,
         )
-        if left != right:
-            yield Difference(
-                between="invoice lines and ledger",
-                tenant=invoice.tenant,
-                invoice_id=invoice.id,
-                left="{} prompt, {} cached, {} completion, {} femto".format(*left),
-                right="{} prompt, {} cached, {} completion, {} femto".format(*right),
-            )
+
+
+def _counts(rated: UsageRated) -> dict[str, int]:
+    return {token_class.value: tokens for token_class, tokens in quantities(rated).items()}
+
+
+def _words(quantities: Mapping[str, int], femto: int | Fraction) -> str:
+    """What is compared, as text: the classes that every price has always, the others where there are any."""
+    shown = {token_class.value: 0 for token_class in REQUIRED} | {name: n for name, n in quantities.items() if n}
+    return ", ".join([*(f"{units} {name}" for name, units in shown.items()), f"{femto} femto"])
 
 
 def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Difference]:

@@ -27,7 +27,8 @@ import stripe
 from billing.accounts import Tenant
 from billing.errors import Conflict, ExportError, StripeNotConfigured
 from billing.invoice import ExportResult, Invoice, InvoiceLine
-from billing.money import format_minor, format_price
+from billing.money import format_minor
+from billing.wording import amount_of, describe, noun
 
 MAX_ITEMS = 250  # on one Stripe invoice
 MAX_KEYS = 32  # spent keys that one thing may leave behind within the 24 hours Stripe keeps them
@@ -76,11 +77,8 @@ def _seconds(line: InvoiceLine) -> tuple[int, int]:
 
 
 def _describe(line: InvoiceLine, currency: str) -> str:
-    """Tokens, model and unit price, written out: never in exponent form."""
-    late = " (late)" if line.late_of else ""
-    price = f"{format_price(line.unit_price_nano)} {currency.upper()}"
-    text = f"{line.model}: {line.quantity:,} {line.token_class.value} tokens at {price} per million{late}"
-    return text[:TEXT_MAX]
+    """What is asked for and at what price, as far as it fits."""
+    return describe(line, currency)[:TEXT_MAX]
 
 
 def items_of(invoice: Invoice, limit: int = MAX_ITEMS) -> list[Item]:
@@ -107,11 +105,11 @@ def items_of(invoice: Invoice, limit: int = MAX_ITEMS) -> list[Item]:
 def _folded(invoice: Invoice, lines: Sequence[InvoiceLine]) -> Iterator[Item]:
     for token_class in sorted({line.token_class for line in lines}):
         part = [line for line in lines if line.token_class == token_class]
-        tokens = sum(line.quantity for line in part)
+        units = amount_of(token_class, sum(line.quantity for line in part))
         yield Item(
             f"{invoice.id}:rest:{token_class.value}",
             sum(line.amount_minor for line in part),
-            f"{len(part)} smaller lines: {tokens:,} {token_class.value} tokens",
+            f"{len(part)} smaller lines: {units} {noun(token_class)}",
             min(_seconds(line)[0] for line in part),
             max(_seconds(line)[1] for line in part),
         )

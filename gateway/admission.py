@@ -130,7 +130,7 @@ class Admission:
         self._check_state()
         self._check_fit(ask, max(len(prompt) for prompt in ask.prompts))
         tenant, ts_us = door.principal.tenant.id, self._clock_us()
-        rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us)
+        rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us, ask.endpoint)
 
         def lacking(tokens: int) -> Lacking:
             return lambda: self._billing.lacking(
@@ -157,7 +157,7 @@ class Admission:
         door.lease.take_tokens(prompt_tokens, first * len(ask.prompts))
         tenant, ts_us = door.principal.tenant.id, self._clock_us()
         request_id = uuid7(ts_us)
-        rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us)
+        rate = self._billing.quote(tenant, door.model, self._engine.info.name, ts_us, ask.endpoint)
         try:
             hold = self._billing.open_hold(
                 tenant,

@@ -20,6 +20,7 @@ import click
 
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
+from gateway.cli_price import price_commands
 from gateway.cli_store import commands as store_commands
 from gateway.client import AdminClient, CallFailed, connect
 from gateway.flags import settings_flags
@@ -27,10 +28,9 @@ from gateway.printing import Printer
 from gateway.settings import Settings, SettingsError
 
 TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
+TENANT_PERIODS = ("timezone", "billing_anchor_day")
 KEY = ("id", "tenant", "name", "prefix", "created_at", "revoked_at")
 ADAPTER = ("name", "id", "base_model", "digest", "created_at")
-PRICE = ("model", "tenant", "currency", "per_million.prompt", "per_million.cached", "per_million.completion")
-PRICE_TIMES = ("effective_at", "recorded_at")
 BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "amount", "currency")
 UNRATED = ("event_id", "tenant", "model", "started_at", "reason")
@@ -110,6 +110,12 @@ _limit = click.option(
 )
 
 
+_timezone = click.option("--timezone", help="IANA time zone of its billing periods, as Europe/Berlin.")
+_anchor_day = click.option(
+    "--billing-anchor-day", type=click.IntRange(1, 31), help="Day of the month on which billing periods begin."
+)
+
+
 # --- the server ----------------------------------------------------------------------------------
 
 
@@ -167,10 +173,12 @@ def tenant() -> None:
 @click.option("--stripe-customer-id", help="Stripe's id of the customer (cus_…).")
 @click.option("--default-adapter", help="What a request that names no model gets.")
 @_limit
+@_timezone
+@_anchor_day
 @_admin
 def tenant_create(api: AdminClient, printer: Printer, tenant_id: str | None, **fields: Any) -> None:
     """Create the tenant NAME."""
-    printer.show(api.post("/tenants", body=_given(id=tenant_id, **fields)), TENANT)
+    printer.show(api.post("/tenants", body=_given(id=tenant_id, **fields)), TENANT + TENANT_PERIODS)
 
 
 @tenant.command("list")
@@ -185,7 +193,7 @@ def tenant_list(api: AdminClient, printer: Printer) -> None:
 @_admin
 def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
     """Show one tenant."""
-    printer.show(api.get("/tenants/{}", tenant_id), TENANT)
+    printer.show(api.get("/tenants/{}", tenant_id), TENANT + TENANT_PERIODS)
 
 
 @tenant.command("update")
@@ -195,10 +203,12 @@ def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
 @click.option("--default-adapter")
 @click.option("--status", type=click.Choice(["active", "suspended"]), help="A suspended tenant's keys open nothing.")
 @_limit
+@_timezone
+@_anchor_day
 @_admin
 def tenant_update(api: AdminClient, printer: Printer, tenant_id: str, **fields: Any) -> None:
     """Change what is given; limits are replaced as a whole."""
-    printer.show(api.patch("/tenants/{}", tenant_id, body=_given(**fields)), TENANT)
+    printer.show(api.patch("/tenants/{}", tenant_id, body=_given(**fields)), TENANT + TENANT_PERIODS)
 
 
 @main.group()
@@ -270,42 +280,7 @@ def adapter_remove(api: AdminClient, printer: Printer, tenant_id: str, name: str
     printer.say("Removed.")
 
 
-@main.group()
-def price() -> None:
-    """The price book, per million tokens."""
-
-
-@price.command("set")
-@click.argument("model")
-@click.option("--prompt", required=True, help="Price of a million prompt tokens, as 0.50.")
-@click.option("--cached", required=True, help="Of a million that were found in the cache.")
-@click.option("--completion", required=True, help="Of a million completion tokens.")
-@click.option("--currency", default="usd", show_default=True)
-@click.option("--effective-at", help="From when on: RFC 3339 or epoch seconds. [default: now]")
-@click.option("--tenant", "tenant_id", help="For this tenant only.")
-@_admin
-def price_set(
-    api: AdminClient,
-    printer: Printer,
-    model: str,
-    prompt: str,
-    cached: str,
-    completion: str,
-    currency: str,
-    effective_at: str | None,
-    tenant_id: str | None,
-) -> None:
-    """Enter a price for MODEL: a model's or adapter's name, or * for all."""
-    body = _given(model=model, currency=currency, effective_at=effective_at, tenant=tenant_id)
-    body["per_million"] = {"prompt": prompt, "cached": cached, "completion": completion}
-    printer.show(api.post("/prices", body=body), PRICE + PRICE_TIMES)
-
-
-@price.command("list")
-@_admin
-def price_list(api: AdminClient, printer: Printer) -> None:
-    """List every price ever entered."""
-    printer.show(list(api.pages("/prices")), PRICE + PRICE_TIMES)
+main.add_command(price_commands(_admin))
 
 
 # --- money ---------------------------------------------------------------------------------------

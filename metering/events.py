@@ -29,7 +29,7 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"  # the gateway died; settled at the next start from the journal
 
 
-VERSION = 2
+VERSION = 3
 """Of the events that are made now."""
 
 
@@ -72,16 +72,28 @@ class _Version1(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     duration_us: int = 0
 
 
-class UsageEvent(_Version1, frozen=True, kw_only=True):
-    """One settled request; of an older version, what that version lacks has its default.
+class _Version2(_Version1, frozen=True, kw_only=True):
+    """Version 2 adds what the request took of the engine, which is 0 where the engine did not say it any more.
 
-    What it took of the engine, whoever pays for it, is measured and neither rated nor checked: a wrong measurement
-    keeps nobody from being billed. It is 0 where the engine did not say it any more.
+    It is measured and not checked: a wrong measurement keeps nobody from being billed.
     """
 
     compute_us: int = 0  # its part of the engine's steps
     kv_block_us: int = 0  # KV-cache blocks that it held, times how long
     preemptions: int = 0  # of its choices
+
+
+class UsageEvent(_Version2, frozen=True, kw_only=True):
+    """One settled request; of an older version, what that version lacks has its default.
+
+    Version 3 adds what can have a price of its own: tokens that the client had kept in the prefix cache, out of the
+    prompt's computed ones, and what is not counted in tokens.
+    """
+
+    cache_write_tokens: int = 0
+    images: int = 0
+    audio_ms: int = 0
+    tool_calls: int = 0
 
     def faults(self) -> list[str]:
         """What contradicts the rules of counting; empty for an event that may be stored."""
@@ -94,11 +106,19 @@ class UsageEvent(_Version1, frozen=True, kw_only=True):
                     self.reasoning_tokens,
                     self.recomputed_tokens,
                     self.rejected_tokens,
+                    self.cache_write_tokens,
+                    self.images,
+                    self.audio_ms,
+                    self.tool_calls,
                 )
                 >= 0,
                 "a count is negative",
             ),
             (self.cached_tokens <= self.prompt_tokens, "cached exceeds prompt"),
+            (
+                self.cache_write_tokens <= self.prompt_tokens - self.cached_tokens,
+                "cache writes exceed the computed prompt",
+            ),
             (self.reasoning_tokens <= self.completion_tokens, "reasoning exceeds completion"),
             (self.settled_us >= 0 and self.ts_us > 0, "a time is not set"),
             (bool(self.event_id and self.tenant and self.model), "an identity is empty"),
@@ -115,7 +135,7 @@ class _Tag(msgspec.Struct, frozen=True):
     v: int
 
 
-_LAYOUTS: dict[int, type[_Version1]] = {1: _Version1, VERSION: UsageEvent}
+_LAYOUTS: dict[int, type[_Version1]] = {1: _Version1, 2: _Version2, VERSION: UsageEvent}
 _LACKING = {v: UsageEvent.__struct_fields__[len(layout.__struct_fields__) :] for v, layout in _LAYOUTS.items()}
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(UsageEvent)

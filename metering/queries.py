@@ -55,6 +55,10 @@ EVENT_COLUMNS: dict[str, str] = {  # in the order of the UsageEvent's fields; `_
     "compute_us": "Int64",
     "kv_block_us": "Int64",
     "preemptions": "Int64",
+    "cache_write_tokens": "UInt64",
+    "images": "UInt64",
+    "audio_ms": "UInt64",
+    "tool_calls": "UInt64",
 }
 INSERT_COLUMNS: dict[str, str] = {**EVENT_COLUMNS, "content_hash": "String"}
 

@@ -55,7 +55,7 @@ CREATE TABLE IF NOT EXISTS quarantine (     -- rows whose bytes are not what was
     body BLOB NOT NULL
 );
 """
-_VERSION = 2  # grows with the events': code that does not know their version must not open the file
+_VERSION = 3  # grows with the events': code that does not know their version must not open the file
 _BATCH = 4096  # settlements in one transaction: bounds the time to the first acknowledgement
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

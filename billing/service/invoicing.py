@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import msgspec
 
 from billing.books import fact_of, new_event
+from billing.charges import agrees
 from billing.checks import Faults
 from billing.errors import (
     Conflict,
@@ -24,7 +25,6 @@ from billing.errors import (
     UnratedUsage,
 )
 from billing.invoice import (
-    Charge,
     Exporter,
     ExportResult,
     Invoice,
@@ -35,15 +35,14 @@ from billing.invoice import (
     InvoiceFinalized,
     InvoiceStatus,
     InvoiceVoided,
-    Period,
     UsageSource,
-    cut_lines,
-    digest,
     owner,
 )
 from billing.ledger import UsageRated
+from billing.lines import Charge, PeriodRule, close, cut_lines, digest, true_up
+from billing.periods import Period
 from billing.prices import PriceBook, PriceVersion
-from billing.rating import amount_femto, quantities
+from billing.rating import priced_quantities
 from billing.service.shell import Idempotency, page
 from billing.service.usage import UsageService
 from billing.store import NewEvent
@@ -254,11 +253,14 @@ class InvoiceService(UsageService):
     def _compose(self, tenant_id: str, period: Period, cut: _Cut, events: dict[str, UsageEvent]) -> Invoice:
         """The draft, every charge rated anew. Raises `LedgerDisagrees`."""
         with self._state:
-            currency = self._books.accounts.tenant(tenant_id).currency
+            tenant = self._books.accounts.tenant(tenant_id)
             prices = self._books.prices.copy()  # a month's charges are rated without the lock: requests go on
+        currency = tenant.currency
         charges = [_rerated(entry, events[id], currency, prices) for id, entry in cut.entries.items()]
         id = self._new_id("invoice")
-        lines = cut_lines(id, currency, period, charges)
+        rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
+        asked = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
+        lines = close(id, currency, asked)
         return Invoice(
             id=id,
             tenant=tenant_id,
@@ -273,6 +275,7 @@ class InvoiceService(UsageService):
             event_count=len(charges),
             events_digest=digest(charges),
             created_us=cut.time_us,
+            true_up=true_up(lines, charges),
         )
 
     # exporting and voiding
@@ -354,7 +357,7 @@ class InvoiceService(UsageService):
 def _rerated(entry: _Entry, event: UsageEvent, currency: str, prices: PriceBook) -> Charge:
     rated = entry.rated
     price = _price_again(rated, event, currency, prices)
-    if price.id != rated.price_id or str(amount_femto(event, price.rate)) != rated.amount_femto:
+    if not agrees(rated, event, price):
         raise LedgerDisagrees(f"request {event.event_id} was charged otherwise than it is rated now")
     return Charge(
         event_id=event.event_id,
@@ -362,9 +365,11 @@ def _rerated(entry: _Entry, event: UsageEvent, currency: str, prices: PriceBook)
         ts_us=event.ts_us,
         model=event.model,
         adapter=event.adapter,
-        quantities=quantities(event),
+        quantities=priced_quantities(event, price),
         price=price,
         late_of=entry.late_of,
+        period_start_us=rated.period_start_us,
+        charged_femto=int(rated.amount_femto),
     )
 
 
@@ -372,7 +377,13 @@ def _price_again(rated: UsageRated, event: UsageEvent, currency: str, prices: Pr
     if rated.rated_later:  # by its time alone there was no price: the operator set one for it afterwards
         return prices.versions[rated.price_id]
     return prices.resolve(
-        event.tenant, event.model, event.base_model, currency, ts_us=event.ts_us, known_us=event.ts_us
+        event.tenant,
+        event.model,
+        event.base_model,
+        currency,
+        ts_us=event.ts_us,
+        known_us=event.ts_us,
+        endpoint=event.endpoint,
     )
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from billing.books import new_event
 from billing.errors import Invalid, LedgerUnavailable
-from billing.prices import PriceSet, PriceVersion, Rate, check_price
+from billing.offers import ClassOffer, check_price, simple
+from billing.positions import period_start
+from billing.prices import PriceSet, PriceVersion, Rate, rate_of
 from billing.service.shell import Idempotency, Shell, page
 from billing.store import NewEvent
 
@@ -23,14 +27,19 @@ class PriceService(Shell):
         currency: str,
         per_million: Mapping[str, str],
         tenant: str | None = None,
+        endpoint: str = "",
+        classes: Mapping[str, ClassOffer] | None = None,
         idempotency: Idempotency | None = None,
     ) -> PriceVersion:
         """Add a version to the price book. Raises `Invalid` with every fault, `NotFound` for the tenant.
 
+        `per_million` has the flat prices of prompt, cached and completion tokens; what is priced otherwise, or what
+        else has a price, stands in `classes`. `endpoint`: for requests of this one alone.
+
         It counts for requests that begin at its `recorded_us` or later, whatever it is said to be effective from.
         That instant lies a moment ahead of the write, so that requests go on meanwhile, and is waited for here.
         """
-        parsed = check_price(model, effective_at_us, currency, per_million)
+        components = check_price(model, effective_at_us, currency, per_million, classes, endpoint)
 
         def decide(time_us: int) -> tuple[list[NewEvent], PriceVersion]:
             if tenant is not None and self._books.accounts.tenant(tenant).currency != currency:
@@ -40,13 +49,16 @@ class PriceService(Shell):
                 # From here on no later request is quoted anything, until the books have the price or it is given up.
                 self._undecided_us = max(time_us, self._quoted_us + 1) + self._price_lead_us
                 recorded_us = self._undecided_us
+            rate = rate_of(id, currency, {component.token_class: component for component in components})
             price = PriceVersion(
                 id=id,
                 tenant=tenant,
                 model=model,
                 effective_at_us=effective_at_us,
                 recorded_us=recorded_us,
-                rate=Rate(price_id=id, currency=currency, **parsed),
+                rate=msgspec.structs.replace(rate, exact=True) if simple(components) else rate,
+                endpoint=endpoint,
+                components=() if simple(components) else components,
             )
             return [new_event("prices", PriceSet(price=price))], price
 
@@ -61,8 +73,8 @@ class PriceService(Shell):
         with self._state:
             return page(list(self._books.prices.versions.values()), lambda price: price.id, limit, after)
 
-    def quote(self, tenant_id: str, model: str, base_model: str, ts_us: int) -> Rate:
-        """The rate of a request that begins at `ts_us`.
+    def quote(self, tenant_id: str, model: str, base_model: str, ts_us: int, endpoint: str = "") -> Rate:
+        """The rate of a request that begins at `ts_us`: where tiers decide, the dearest that it can still come to.
 
         Raises `NoPrice`, `NotFound`, and `LedgerUnavailable` while nobody knows the prices of that instant, since
         one that counts from before it is still being written.
@@ -72,5 +84,11 @@ class PriceService(Shell):
                 raise LedgerUnavailable("a price is being written; try again")
             # A time to come (asked for by a report) must not push the next price's `recorded_us` there.
             self._quoted_us = max(self._quoted_us, min(ts_us, self._clock()))
-            currency = self._books.accounts.tenant(tenant_id).currency
-            return self._books.prices.resolve(tenant_id, model, base_model, currency, ts_us=ts_us, known_us=ts_us).rate
+            tenant = self._books.accounts.tenant(tenant_id)
+            price = self._books.prices.resolve(
+                tenant_id, model, base_model, tenant.currency, ts_us=ts_us, known_us=ts_us, endpoint=endpoint
+            )
+            if price.rate.exact:
+                return price.rate
+            start_us = period_start(price, ts_us, tenant.billing_anchor_day, tenant.timezone)
+            return price.bound(self._books.positions.of(tenant_id, price, start_us))

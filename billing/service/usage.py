@@ -15,11 +15,13 @@ from collections.abc import Sequence
 import structlog
 
 from billing.books import fact_of, new_event
+from billing.charges import Priced, move, rate
 from billing.errors import LedgerUnavailable, NoPrice
 from billing.leases import LeaseTable
 from billing.ledger import Unrated, UsageRated, UsageUnrated
+from billing.positions import Positions
 from billing.prices import PriceVersion
-from billing.rating import amount_femto
+from billing.rating import unpriced
 from billing.service.notices import NoticeService
 from billing.service.shell import Idempotency, page
 from billing.store import Log, NewEvent
@@ -103,12 +105,14 @@ class UsageService(NoticeService):
             waiting = self._priced_now(time_us, RATE_BATCH)
             rows = self._store.find_all([usage_key(unrated.event_id) for unrated in waiting])
             rated: list[NewEvent] = []
+            positions = self._books.positions.ahead()
             for row in rows.values():
                 fact = fact_of(row)
                 if isinstance(fact, UsageUnrated):
-                    later = self._rate(fact.event, fact.event_hash, known_us=time_us)
-                    if isinstance(later, UsageRated):
-                        rated.append(new_event(f"usage:{later.tenant}", later))
+                    later = self._rate(fact.event, fact.event_hash, positions, known_us=time_us)
+                    if isinstance(later, Priced):
+                        self._move(positions, later.rated)
+                        rated.append(new_event(f"usage:{later.rated.tenant}", later.rated))
             return rated, len(rated)
 
         return self._command("rate_unrated", idempotency, int, decide)[0]
@@ -140,6 +144,7 @@ class UsageService(NoticeService):
             for row_key, row in log.find([usage_key(event.event_id) for event in events]).items()
         }
         new: list[NewEvent] = []
+        positions = self._books.positions.ahead()
         for event in events:
             key, digest = usage_key(event.event_id), content_hash(event)
             if key in standing:
@@ -147,11 +152,13 @@ class UsageService(NoticeService):
                     self._alarm("usage_conflict", event.event_id)
                 continue
             standing[key] = digest
-            fact = self._rate(event, digest)
-            if isinstance(fact, UsageRated):
-                self._use(used, fact)
-            stream = f"usage:{fact.tenant}" if isinstance(fact, UsageRated) else "unrated"
-            new.append(new_event(stream, fact, key=key, payload_hash=digest))
+            found = self._rate(event, digest, positions)
+            if isinstance(found, UsageUnrated):
+                new.append(new_event("unrated", found, key=key, payload_hash=digest))
+                continue
+            self._move(positions, found.rated)
+            self._use(used, found.rated)
+            new.append(new_event(f"usage:{found.rated.tenant}", found.rated, key=key, payload_hash=digest))
         return new
 
     def _use(self, used: Used, rated: UsageRated) -> None:
@@ -165,16 +172,19 @@ class UsageService(NoticeService):
     def _charge(self, event: UsageEvent, digest: str) -> None:
         """Memory only; `_state` is held."""
         held = self._holds.release(event.event_id) if event.event_id in self._holds else None
-        fact = self._rate(event, digest)
-        if isinstance(fact, UsageUnrated):
+        found = self._rate(event, digest, self._books.positions)
+        if isinstance(found, UsageUnrated):
             return
-        amount = int(fact.amount_femto)
+        # Where tiers decide, the charge depends on what is recorded first: until then it is the most it can be.
+        fact, amount = found
         quotas = self._quotas.applying(fact.tenant, fact.key_id, fact.adapter, fact.ts_us)
         self._books.ledger.settle(event.event_id, digest, fact.tenant, amount, quotas, event.ts_us)
         if held is not None and amount > held:
             self._alarm("hold_exceeded", event.event_id)
 
-    def _rate(self, event: UsageEvent, digest: str, *, known_us: int | None = None) -> UsageRated | UsageUnrated:
+    def _rate(
+        self, event: UsageEvent, digest: str, positions: Positions, *, known_us: int | None = None
+    ) -> Priced | UsageUnrated:
         """The event's charge, or why it has none. `known_us`: rate it later, by the book of that time."""
         with self._state:
             tenant = self._books.accounts.tenants.get(event.tenant)
@@ -182,32 +192,26 @@ class UsageService(NoticeService):
             if tenant is None or faults:
                 return UsageUnrated(event=event, event_hash=digest, reason=faults[0])
             price = self._price(event, event.ts_us if known_us is None else known_us)
-            if price is None:
+            if price is None or unpriced(event, price):
                 return UsageUnrated(event=event, event_hash=digest, reason=NO_PRICE)
-        return UsageRated(
-            event_id=event.event_id,
-            event_hash=digest,
-            ts_us=event.ts_us,
-            settled_us=event.settled_us,
-            tenant=event.tenant,
-            model=event.model,
-            adapter=event.adapter,
-            prompt_tokens=event.prompt_tokens,
-            cached_tokens=event.cached_tokens,
-            completion_tokens=event.completion_tokens,
-            price_id=price.id,
-            amount_femto=str(amount_femto(event, price.rate)),
-            rated_later=known_us is not None,
-            gateway=event.gateway if known_us is None else "",
-            key_id=event.key_id,
-        )
+            return rate(event, digest, tenant, price, positions, later=known_us is not None)
+
+    def _move(self, positions: Positions, rated: UsageRated) -> None:
+        if rated.positions:
+            move(positions, rated, self._books.prices.versions[rated.price_id])
 
     def _price(self, usage: UsageEvent | Unrated, known_us: int) -> PriceVersion | None:
         """The price of a known tenant's request by what the book knew at a time; `_state` is held."""
         currency = self._books.accounts.tenant(usage.tenant).currency
         try:
             return self._books.prices.resolve(
-                usage.tenant, usage.model, usage.base_model, currency, ts_us=usage.ts_us, known_us=known_us
+                usage.tenant,
+                usage.model,
+                usage.base_model,
+                currency,
+                ts_us=usage.ts_us,
+                known_us=known_us,
+                endpoint=usage.endpoint,
             )
         except NoPrice:
             return None

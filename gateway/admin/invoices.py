@@ -11,8 +11,10 @@ from msgspec import Meta
 
 from billing.errors import PeriodNotClosed
 from billing.gateways import GatewayRow
-from billing.invoice import Invoice, InvoiceLine
-from billing.money import format_amount, format_minor, format_price
+from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, LineKind
+from billing.money import format_exact, format_minor, format_price, minor_digits, parse_exact
+from billing.tiers import UNITS, PriceModel, TokenClass
+from billing.wording import describe
 from gateway.admin.body import Fault
 from gateway.admin.fields import Text, TimeText, time_fault
 from gateway.admin.idempotency import Once
@@ -39,21 +41,60 @@ class InvoiceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return faults
 
 
+class TierView(msgspec.Struct, kw_only=True):
+    """`price` is for `per` units, a package's for one package; `up_to` counts units of the period, null: to no end."""
+
+    price: str
+    up_to: int | None
+
+
 class LineView(msgspec.Struct, kw_only=True):
-    """Tokens of one class of one model at one price. `exact` is quantity x unit_price / 1000000, `amount` rounded."""
+    """Units of one class at one price: all that it takes to compute the line again. `amount` is `exact` rounded.
+
+    A line without tiers: `exact` = `quantity` x `unit_price` / `per`. With tiers: what `total` units come to, with
+    `position` units of the period before them, less `booked`; the period's first `allowance` units are free, and tiers
+    and packages count those after them. A minimum: `minimum` less `base`, or 0, less `booked`. What does not end as a
+    decimal number is a fraction, as `1/3`.
+    """
 
     id: str
+    kind: Annotated[str, Meta(description=", ".join(LineKind))]
+    description: str
     model: str
     adapter: str
-    token_class: Annotated[str, Meta(description="prompt, cached or completion")]
+    endpoint: Annotated[str | None, Meta(description="whose own price it is")]
+    token_class: Annotated[str, Meta(description=", ".join(TokenClass))]
     price: Annotated[str, Meta(description="id in the price book")]
-    quantity: Annotated[int, Meta(description="tokens")]
-    unit_price: Annotated[str, Meta(description="per million tokens")]
+    quantity: int
+    unit: Annotated[str, Meta(description="what quantity, position, total, allowance and tiers count")]
+    per: Annotated[int, Meta(description="how many units a price is for")]
+    unit_price: Annotated[str | None, Meta(description="null where tiers say it")]
+    price_model: Annotated[str, Meta(description=", ".join(PriceModel))]
+    tiers: list[TierView]
+    package_size: int
+    allowance: int
+    minimum: str | None
+    position: int
+    total: int
+    booked: Annotated[str, Meta(description="of the same period and price on earlier invoices")]
+    base: str
     exact: str
     amount: str
     period_start: str
     period_end: str
-    late_of: Annotated[str | None, Meta(description="the invoice these tokens turned up too late for")]
+    late_of: Annotated[str | None, Meta(description="the invoice these units turned up too late for")]
+
+
+class Rounding(msgspec.Struct, kw_only=True):
+    """How exact amounts become amounts.
+
+    The sum of the exact amounts is rounded half to even. Each line is rounded down, and what is missing to that sum is
+    given in smallest units, one each, to the lines with the largest remainders, of equal ones to the first.
+    """
+
+    digits: Annotated[int, Meta(description="decimals of the currency's smallest unit")]
+    total: str = "half_even"
+    lines: str = "largest_remainder"
 
 
 class InvoiceView(msgspec.Struct, kw_only=True):
@@ -62,12 +103,14 @@ class InvoiceView(msgspec.Struct, kw_only=True):
     id: str
     tenant: str
     currency: str
-    status: Annotated[str, Meta(description="draft, finalized, exported or void")]
+    status: Annotated[str, Meta(description=", ".join(InvoiceStatus))]
     period_start: str
     period_end: str
     lines: list[LineView]
+    rounding: Rounding
     exact_total: str
     total: str
+    true_up: Annotated[str, Meta(description="exact_total less what the ledger charged for the same requests")]
     requests: int
     events_digest: Annotated[str, Meta(description="SHA-256 over the events the invoice is cut from")]
     stripe_invoice_id: str | None
@@ -86,8 +129,10 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         period_start=format_time(invoice.period_start_us),
         period_end=format_time(invoice.period_end_us),
         lines=[_show_line(line, invoice.currency) for line in invoice.lines],
-        exact_total=format_amount(invoice.total_femto),
+        rounding=Rounding(digits=minor_digits(invoice.currency)),
+        exact_total=format_exact(invoice.total_femto),
         total=format_minor(invoice.total_minor, invoice.currency),
+        true_up=format_exact(parse_exact(invoice.true_up)),
         requests=invoice.event_count,
         events_digest=invoice.events_digest,
         stripe_invoice_id=invoice.stripe_invoice_id,
@@ -99,15 +144,30 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
 
 
 def _show_line(line: InvoiceLine, currency: str) -> LineView:
+    unit = UNITS[line.token_class]
     return LineView(
         id=line.id,
+        kind=line.kind,
+        description=describe(line, currency),
         model=line.model,
         adapter=line.adapter,
+        endpoint=line.endpoint or None,
         token_class=line.token_class,
         price=line.price_id,
         quantity=line.quantity,
-        unit_price=format_price(line.unit_price_nano),
-        exact=format_amount(line.amount_femto),
+        unit=unit.base,
+        per=unit.per,
+        unit_price=None if line.tiers else format_price(line.unit_price_nano),
+        price_model=line.price_model,
+        tiers=[TierView(price=format_price(tier.price_nano), up_to=tier.up_to) for tier in line.tiers],
+        package_size=line.package_size,
+        allowance=line.allowance,
+        minimum=line.minimum or None,
+        position=line.position,
+        total=line.total,
+        booked=format_exact(parse_exact(line.booked)),
+        base=format_exact(parse_exact(line.base)),
+        exact=format_exact(line.amount_femto),
         amount=format_minor(line.amount_minor, currency),
         period_start=format_time(line.period_start_us),
         period_end=format_time(line.period_end_us),

@@ -24,7 +24,10 @@ Limits = Annotated[
 ]
 
 
-TimeZone = Annotated[str, Meta(max_length=64, description="IANA time zone of its days, weeks and months")]
+AnchorDay = Annotated[
+    int, Meta(ge=1, le=31, description="on which day of a month billing periods begin; in a shorter one on its last")
+]
+TimeZone = Annotated[str, Meta(max_length=64, description="IANA time zone in whose days they do")]
 
 
 class TopUpBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +55,7 @@ class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     default_adapter: Text | None = None
     limits: Limits | None = None
     timezone: TimeZone = UTC_NAME
+    billing_anchor_day: AnchorDay = 1
     billing_mode: BillingMode = BillingMode.PREPAID
     monthly_cap: MonthlyCap | None = None
     top_up: TopUpBody | None = None
@@ -66,6 +70,7 @@ class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limits: Limits | UnsetType = UNSET
     status: TenantStatus | UnsetType = UNSET
     timezone: TimeZone | UnsetType = UNSET
+    billing_anchor_day: AnchorDay | UnsetType = UNSET
     billing_mode: BillingMode | UnsetType = UNSET
     monthly_cap: MonthlyCap | UnsetType | None = UNSET
     top_up: TopUpBody | UnsetType | None = UNSET
@@ -81,6 +86,7 @@ class TenantView(msgspec.Struct, kw_only=True):
     status: TenantStatus
     created_at: str
     timezone: TimeZone
+    billing_anchor_day: AnchorDay
     billing_mode: BillingMode
     monthly_cap: MonthlyCap | None
     top_up: TopUpBody | None
@@ -97,6 +103,7 @@ def show_tenant(tenant: Tenant) -> TenantView:
         status=tenant.status,
         created_at=format_time(tenant.created_us),
         timezone=tenant.timezone,
+        billing_anchor_day=tenant.billing_anchor_day,
         billing_mode=tenant.billing_mode,
         monthly_cap=tenant.monthly_cap,
         top_up=None
@@ -117,6 +124,7 @@ def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once)
             default_adapter=data.default_adapter,
             limits=data.limits,
             timezone=data.timezone,
+            billing_anchor_day=data.billing_anchor_day,
             billing_mode=data.billing_mode,
             monthly_cap=data.monthly_cap,
             top_up=None if data.top_up is None else data.top_up.asked(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -56,7 +56,8 @@ class Bucket(StrEnum):
 class UsageRow(msgspec.Struct, kw_only=True):
     """Sums over the requests that began in one bucket and agree in what was grouped by.
 
-    `amount` is exact and not rounded. It is null, never less, while a request in it has no price.
+    `amount` is exact and not rounded. It is null, never less, while a request in it has no price, and where its price
+    is not three flat ones: what tiers or an image come to is on the invoice.
     """
 
     start: str
@@ -109,7 +110,7 @@ class Sums:
         self.prompt += part.prompt_tokens
         self.cached += part.cached_tokens
         self.completion += part.completion_tokens
-        if rate is None:
+        if rate is None or not rate.exact:  # what tiers and other classes come to, the ledger alone knows
             self.rated = False
             return
         self.currency = rate.currency
@@ -161,7 +162,7 @@ def _month_of(end_us: int) -> int:
 def usage_rows(query: Query, usage: UsageStore, billing: Billing) -> list[UsageRow]:
     """All rows, in order of time, tenant and group. Raises `BadRequest` when they would be too many."""
     rows: dict[Key, Sums] = {}
-    wanted = ("tenant", "model", "base_model", *query.group_by)
+    wanted = ("tenant", "model", "base_model", "endpoint", *query.group_by)
     for start_us, end_us in stretches(query, price_changes(billing, query.tenant)):
         rate = _rater(billing, start_us)
         for part in usage.usage(
@@ -169,7 +170,7 @@ def usage_rows(query: Query, usage: UsageStore, billing: Billing) -> list[UsageR
         ):
             group = part.group
             key = Key(part.start_us, group["tenant"], tuple(group[name] for name in query.group_by))
-            rows.setdefault(key, Sums()).add(part, rate(group["tenant"], group["model"], group["base_model"]))
+            rows.setdefault(key, Sums()).add(part, rate(group))
             if len(rows) > MAX_ROWS:
                 refuse([("group_by", f"gives more than {MAX_ROWS} rows: ask for less time or fewer dimensions")])
     return [_row(key, query.group_by, rows[key]) for key in sorted(rows)]
@@ -193,12 +194,12 @@ def stretches(query: Query, changes: Iterable[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(sorted({query.start_us, *inside, query.end_us})))
 
 
-def _rater(billing: Billing, ts_us: int) -> Callable[[str, str, str], Rate | None]:
-    """The price of a tenant's model in the stretch that begins at `ts_us`, or None: the rule of the door."""
+def _rater(billing: Billing, ts_us: int) -> Callable[[Mapping[str, str]], Rate | None]:
+    """The price of a group's requests in the stretch that begins at `ts_us`, or None: the rule of the door."""
 
-    def rate(tenant: str, model: str, base_model: str) -> Rate | None:
+    def rate(group: Mapping[str, str]) -> Rate | None:
         try:
-            return billing.quote(tenant, model, base_model, ts_us)
+            return billing.quote(group["tenant"], group["model"], group["base_model"], ts_us, group["endpoint"])
         except (NoPrice, NotFound):
             return None
 

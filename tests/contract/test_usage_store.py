@@ -84,6 +84,10 @@ def test_every_field_comes_back_to_the_same_bytes(store: UsageStore) -> None:
             compute_us=(1 << 63) - 1,
             kv_block_us=-(1 << 63),
             preemptions=(1 << 53) + 1,
+            cache_write_tokens=(1 << 53) + 1,
+            images=(1 << 63) - 1,
+            audio_ms=(1 << 63) - 1,
+            tool_calls=1,
         ),
         make_event(3, ts_us=1, settled_us=0),
         make_event(4, ts_us=(1 << 32) * 1_000_000 - 1, settled_us=(1 << 63) - 1),
@@ -95,8 +99,8 @@ def test_every_field_comes_back_to_the_same_bytes(store: UsageStore) -> None:
 
 
 def test_events_of_every_version_come_back_to_the_same_bytes(store: UsageStore) -> None:
-    old = [decode(body) for body in oldevents.EVENTS]
-    new = make_event(11, compute_us=1500, kv_block_us=64_000, preemptions=2)
+    old = [decode(body) for body in (*oldevents.EVENTS, oldevents.SECOND)]
+    new = make_event(11, compute_us=1500, kv_block_us=64_000, preemptions=2, images=3, audio_ms=1500, tool_calls=2)
     for _ in range(2):
         store.insert([*old, new])
     expected = sorted([*old, new], key=lambda event: event.ts_us)
@@ -118,7 +122,7 @@ def test_an_event_of_a_newer_version_is_told_as_such(store: UsageStore) -> None:
     store.insert([make_event(0), make_event(1)])
     client = raw_client(store)
     client.command(
-        "ALTER TABLE usage_events UPDATE v = 3, outcome = 'tomorrow' "
+        "ALTER TABLE usage_events UPDATE v = 4, outcome = 'tomorrow' "
         f"WHERE event_id = '{make_event(1).event_id}' SETTINGS mutations_sync = 2"
     )
     client.close()
@@ -190,7 +194,7 @@ def test_what_the_table_cannot_hold_is_rejected_whole_and_buried_whole(store: Us
         make_event(1, prompt_tokens=1 << 63),
         make_event(1, ts_us=1 << 62),
         make_event(1, tenant=""),
-        make_event(1, v=3),
+        make_event(1, v=4),
         make_event(1, v=1, compute_us=1),
         make_event(1, compute_us=1 << 63),
         make_event(1, n=-1),

@@ -9,20 +9,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from billing.invoice import (
-    Charge,
-    Invoice,
-    InvoiceDrafted,
-    Invoices,
-    InvoiceStatus,
-    InvoiceVoided,
-    Period,
-    cut_lines,
-    digest,
-    owner,
-)
+from billing.invoice import Invoice, InvoiceDrafted, InvoiceLine, Invoices, InvoiceStatus, InvoiceVoided, owner
+from billing.lines import Charge, Period, again, close, cut_lines, digest
 from billing.money import round_half_even
-from billing.prices import PriceVersion, Rate, TokenClass
+from billing.prices import PriceBook, PriceSet, PriceVersion, Rate
+from billing.tiers import REQUIRED
 
 
 def version(id: str, prompt: int, cached: int, completion: int) -> PriceVersion:
@@ -48,7 +39,7 @@ def charges(draw: st.DrawFn) -> list[Charge]:
             ts_us=number,
             model=model,
             adapter="",
-            quantities=dict(zip(TokenClass, row, strict=True)),
+            quantities=dict(zip(REQUIRED, row, strict=True)),
             price=draw(st.sampled_from(book)),
             late_of=None,
         )
@@ -56,9 +47,16 @@ def charges(draw: st.DrawFn) -> list[Charge]:
     ]
 
 
+def cut(currency: str, found: list[Charge]) -> tuple[InvoiceLine, ...]:
+    book = PriceBook()
+    for price in {charge.price.id: charge.price for charge in found}.values():
+        book.apply(PriceSet(price=price))
+    return close("i", currency, cut_lines(Period(start_us=0, end_us=100), found, book=book))
+
+
 @given(charges(), st.sampled_from(["usd", "jpy", "kwd"]), st.randoms())
 def test_lines_hold_every_token_once_at_its_price(found: list[Charge], currency: str, random: object) -> None:
-    lines = cut_lines("i", currency, Period(start_us=0, end_us=100), found)
+    lines = cut(currency, found)
     exact = sum(
         (
             Fraction(charge.price.rate.of(kind) * tokens)
@@ -69,14 +67,15 @@ def test_lines_hold_every_token_once_at_its_price(found: list[Charge], currency:
     )
     assert sum(line.amount_femto for line in lines) == exact
     assert sum(line.amount_minor for line in lines) == round_half_even(exact, currency)
-    for kind in TokenClass:
+    assert all(again(line) == line.amount_femto for line in lines)
+    for kind in REQUIRED:
         on_lines = sum(line.quantity for line in lines if line.token_class is kind)
         assert on_lines == sum(charge.quantities[kind] for charge in found)
     assert len({line.id for line in lines}) == len(lines)
     assert len({(line.model, line.token_class, line.price_id) for line in lines}) == len(lines)
     assert all(line.quantity > 0 for line in lines)
     random.shuffle(found)  # type: ignore[attr-defined]  # hypothesis gives a random.Random
-    assert cut_lines("i", currency, Period(start_us=0, end_us=100), found) == lines
+    assert cut(currency, found) == lines
 
 
 @given(charges(), st.randoms())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import itertools
 import random
 from datetime import UTC, datetime, timedelta
 from importlib import resources
@@ -46,13 +47,13 @@ def test_periods_tile_ten_years_in_every_zone_for_every_anchor() -> None:
             for day in range(1, calendar.monthrange(year, month + 1)[1] + 1)
         }
         in_order = list(starts.items())
-        assert all(one[1] <= next_[1] for one, next_ in zip(in_order, in_order[1:], strict=False)), name
+        assert all(one[1] <= next_[1] for one, next_ in itertools.pairwise(in_order)), name
         _check_instants(name, in_order)
         for anchor in range(1, 32):
             firsts = [
                 starts[year, month + 1, min(anchor, calendar.monthrange(year, month + 1)[1])] for year, month in MONTHS
             ]
-            gaps = [end - start for start, end in zip(firsts, firsts[1:], strict=False)]
+            gaps = [end - start for start, end in itertools.pairwise(firsts)]
             assert min(gaps) > 26 * 86_400_000_000, (name, anchor)
             at = random_.randrange(len(firsts) - 1)
             expected = Period(start_us=firsts[at], end_us=firsts[at + 1])
@@ -84,7 +85,7 @@ def test_what_covers_a_stretch_has_every_instant_of_it_once(name: str, anchor: i
     found = list(periods(from_us, to_us, anchor, name))
     assert found[0].has(from_us)
     assert found[-1].has(to_us - 1)
-    assert all(one.end_us == next_.start_us for one, next_ in zip(found, found[1:], strict=False))
+    assert all(one.end_us == next_.start_us for one, next_ in itertools.pairwise(found))
     assert sum(one.has((from_us + to_us) // 2) for one in found) == 1
     assert sum(whole_days(one.start_us, one.end_us, name) for one in found) == whole_days(
         found[0].start_us, found[-1].end_us, name

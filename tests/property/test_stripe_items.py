@@ -47,7 +47,7 @@ def _invoice(drawn: list[tuple[int, int, TokenClass]]) -> Invoice:
     )
 
 
-@given(st.lists(LINE, max_size=40), st.integers(4, 12))
+@given(st.lists(LINE, max_size=40), st.integers(len(TokenClass) + 1, 20))
 def test_items_hold_every_line_once_and_sum_to_the_total(drawn: list[tuple[int, int, TokenClass]], limit: int) -> None:
     invoice = _invoice(drawn)
     items = items_of(invoice, limit)

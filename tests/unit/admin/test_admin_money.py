@@ -32,8 +32,10 @@ async def test_a_price_is_entered_and_listed(world: World) -> None:
         "id": made["id"],
         "model": "*",
         "tenant": None,
+        "endpoint": None,
         "currency": "usd",
         "per_million": PRICE,
+        "classes": {},
         "effective_at": "2026-01-01T00:00:00Z",
         "recorded_at": "2026-11-18T11:06:40Z",
     }
@@ -41,6 +43,29 @@ async def test_a_price_is_entered_and_listed(world: World) -> None:
     small = await world.post("/prices", body | {"effective_at": 1_767_225_600, "per_million": tiny})
     assert small["per_million"] == {"prompt": "0.00000012", "cached": "0.00", "completion": "1000000.000000001"}
     assert [price["id"] for price in (await world.get("/prices"))["data"]] == [made["id"], small["id"]]
+
+
+async def test_a_price_by_classes_is_entered_as_it_was_told_and_its_invoice_can_be_computed_again(world: World) -> None:
+    tiers = [{"price": "10.00", "up_to": 5}, {"price": "4.00", "up_to": None}]
+    completion = {"model": "graduated", "price": None, "tiers": tiers, "package_size": None, "allowance": 2}
+    image = {"model": "flat", "price": "0.25", "tiers": [], "package_size": None, "allowance": 0, "minimum": None}
+    body = {
+        "model": "*",
+        "currency": "usd",
+        "effective_at": 1,
+        "endpoint": "completions",
+        "per_million": {"prompt": "0.00", "cached": "0.00"},
+        "classes": {"completion": completion | {"minimum": "1.50"}, "image": image},
+    }
+    made = await world.post("/prices", body)
+    assert {name: made[name] for name in body if name != "effective_at"} == {
+        name: value for name, value in body.items() if name != "effective_at"
+    }
+    assert (await world.get("/prices"))["data"][-1] == made
+    refused = await world.post("/prices", body | {"classes": {"image": image}}, expect=400)
+    assert "per_million.completion: is missing" in refused["error"]["message"]
+    refused = await world.post("/prices", body | {"classes": body["classes"] | {"gpu": image}}, expect=400)
+    assert "classes.gpu: is unknown" in refused["error"]["message"]
 
 
 async def test_every_fault_of_a_price_is_named(world: World) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from billing.accounts import TenantStatus
+from billing.accounts import Accounts, TenantCreated, TenantStatus
 from billing.errors import Conflict, IdempotencyConflict, Invalid, LedgerUnavailable, NotFound, UnknownModel
 from billing.service import Idempotency
 from billing.store import NewEvent
@@ -51,6 +51,11 @@ def test_a_tenant_is_found_again_after_a_restart(house: Any) -> None:
         ({"limits": {"concurrent": 0}}, "limits.concurrent"),
         ({"limits": {"concurrent": True}}, "limits.concurrent"),
         ({"limits": {"tokens_per_minute": 10**13}}, "limits.tokens_per_minute"),
+        ({"timezone": "Mars/Olympus"}, "timezone"),
+        ({"timezone": "../UTC"}, "timezone"),
+        ({"billing_anchor_day": 0}, "billing_anchor_day"),
+        ({"billing_anchor_day": 32}, "billing_anchor_day"),
+        ({"billing_anchor_day": True}, "billing_anchor_day"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(house: Any, bad: dict[str, Any], field: str) -> None:
@@ -58,6 +63,19 @@ def test_bad_input_is_refused_and_changes_nothing(house: Any, bad: dict[str, Any
         house.billing.create_tenant(**{"name": "ok", **bad})
     assert [fault[0] for fault in caught.value.faults] == [field]
     assert len(house.billing.tenants()) == 1
+
+
+def test_a_tenant_has_its_own_periods_and_an_old_one_the_months_of_utc(house: Any) -> None:
+    changed = house.billing.update_tenant("acme", timezone="Europe/Berlin", billing_anchor_day=31)
+    assert (changed.timezone, changed.billing_anchor_day) == ("Europe/Berlin", 31)
+    assert house.restart().tenant("acme") == changed
+    old = (  # as it was written before there were periods
+        '{"type":"tenant.created","tenant":{"id":"t","name":"T","currency":"usd","stripe_customer_id":null,'
+        '"default_adapter":null,"limits":{},"created_us":1,"status":"active"}}'
+    )
+    accounts = Accounts()
+    accounts.apply(msgspec.json.decode(old, type=TenantCreated))
+    assert (accounts.tenant("t").timezone, accounts.tenant("t").billing_anchor_day) == ("UTC", 1)
 
 
 def test_every_fault_is_told_at_once(house: Any) -> None:

@@ -609,7 +609,7 @@ def test_a_charge_does_not_depend_on_what_the_request_took(house: Any) -> None:
 
 
 def test_an_event_of_a_newer_version_is_not_rated_by_code_that_does_not_know_it(house: Any) -> None:
-    newer = oldevents.UNRATED.replace('"v":1', '"v":3').replace('"user":""', '"user":"","tomorrow":1')
+    newer = oldevents.UNRATED.replace('"v":1', '"v":4').replace('"user":""', '"user":"","tomorrow":1')
     row = NewEvent(stream="unrated", type="usage.unrated", payload=newer, key="usage:newer")
     with house.billing._store.exclusive() as log:
         log.append([row], actor="ledger", time_us=house.clock())

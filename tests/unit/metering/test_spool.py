@@ -195,7 +195,7 @@ def test_a_spool_of_version_1_hands_out_what_was_settled_to_the_byte(path: Path)
     for event in spool.pending("ledger", 9):
         spool.settle(event).result()  # the same: no conflict
     spool.settle(make_event(1)).result()
-    assert [event.v for event in spool.pending("clickhouse", 9)] == [1, 1, 2]
+    assert [event.v for event in spool.pending("clickhouse", 9)] == [1, 1, 3]
     assert (spool.conflicts_total, spool.quarantined_total) == (0, 0)
     spool.close()
 
@@ -204,7 +204,7 @@ def test_an_event_of_a_newer_version_is_quarantined_whole(path: Path) -> None:
     spool = Spool(path)
     spool.settle(make_event(1)).result()
     spool.close()
-    newer = encode(make_event(2)).replace(b'"v":2', b'"v":3')[:-1] + b',"tomorrow":"x"}'
+    newer = encode(make_event(2)).replace(b'"v":3', b'"v":4')[:-1] + b',"tomorrow":"x"}'
     put(path, "id-00002", newer)
     spool = Spool(path)
     for consumer in BOTH:
@@ -215,16 +215,16 @@ def test_an_event_of_a_newer_version_is_quarantined_whole(path: Path) -> None:
     with sqlite3.connect(path) as db:
         ((reason, body),) = db.execute("SELECT reason, body FROM quarantine").fetchall()
     db.close()
-    assert reason == "an event of version 3: this version of Meterhouse knows 1 to 2"
+    assert reason == "an event of version 4: this version of Meterhouse knows 1 to 3"
     assert body == newer
 
 
 def test_a_spool_of_a_newer_version_is_not_opened(path: Path) -> None:
     Spool(path).close()
     with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version = 3")
+        db.execute("PRAGMA user_version = 4")
     db.close()
-    with pytest.raises(SpoolError, match=r"newer version \(format 3\)"):
+    with pytest.raises(SpoolError, match=r"newer version \(format 4\)"):
         Spool(path)
 
 
