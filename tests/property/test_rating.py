@@ -118,7 +118,9 @@ class Till(RuleBasedStateMachine):
 
     @rule(amount=st.integers(1, 10**15))
     def grant(self, amount: int) -> None:
-        grant = Grant(id=f"g{self.granted}", tenant="t", amount=format_amount(amount), currency="usd", reason="r", created_us=0)
+        grant = Grant(
+            id=f"g{self.granted}", tenant="t", amount=format_amount(amount), currency="usd", reason="r", created_us=0
+        )
         self.ledger.apply(CreditGranted(grant=grant))
         self.granted += amount
 
