@@ -127,7 +127,7 @@ class CreditService(Shell):
         with self._state:
             self._books.accounts.tenant(tenant_id)
             quotas = self._quotas.applying(tenant_id, key_id, adapter, ts_us)
-            femto = cost(prompt_tokens, rate.dearest_prompt()) + cost(want_tokens, rate.completion)
+            femto = cost(prompt_tokens, rate.dearest_prompt()) + rate.fixed_femto + cost(want_tokens, rate.completion)
             return missing(quotas, femto, self._clock()) if femto else {}
 
     def lacking_more(self, request_id: str, want_tokens: int) -> dict[str, int]:
