@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.campaign import Campaign
 
-KILLS = 16
+KILLS = 12
 
 
 @pytest.mark.timeout(240)
@@ -23,5 +23,5 @@ def test_kills_of_gateway_engine_and_clickhouse_lose_nothing_and_double_nothing(
     assert tally.kills >= KILLS
     assert tally.engine_kills > 0
     assert tally.clickhouse_kills > 0
-    assert tally.known > 50
+    assert tally.known > 20
     assert tally.clean
