@@ -20,6 +20,7 @@ from billing.accounts import (
 from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.charges import move
 from billing.daily import DailyCharges
+from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
 from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceVoided
@@ -27,9 +28,11 @@ from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, U
 from billing.money import parse_exact
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
+from billing.margin import CostRates, CostRateSet
+from billing.provider import ProviderEventSeen
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 
-Fact = AccountFact | PriceSet | LedgerFact | BudgetFact | InvoiceFact
+Fact = AccountFact | PriceSet | LedgerFact | BudgetFact | InvoiceFact | ProviderEventSeen | AdminFact | CostRateSet
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
@@ -59,6 +62,8 @@ class Books:
         self.seq = 0
         self.hash = GENESIS
         self.accounts = Accounts()
+        self.admins = Admins()
+        self.costs = CostRates()
         self.prices = PriceBook()
         self.positions = Positions()
         self.ledger = Ledger(self.accounts)
@@ -93,6 +98,12 @@ class Books:
                 self.accounts.apply(fact)
             case PriceSet():
                 self.prices.apply(fact)
+            case AdminKeyCreated() | AdminKeyRevoked() | CommandRefused():
+                self.admins.apply(fact)
+            case CostRateSet():
+                self.costs.apply(fact)
+            case ProviderEventSeen():
+                pass  # what follows from it are facts of their own
             case _:
                 self._true_up(fact)
                 self.invoices.apply(fact, row.seq)

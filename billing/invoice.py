@@ -25,12 +25,18 @@ from metering.events import UsageEvent
 
 
 class InvoiceStatus(StrEnum):
-    """draft → finalized → exported; each of them → void."""
+    """draft → finalized → exported → paid | uncollectible, which may still be paid; all but paid → void."""
 
     DRAFT = "draft"
     FINALIZED = "finalized"
     EXPORTED = "exported"
     VOID = "void"
+    PAID = "paid"
+    UNCOLLECTIBLE = "uncollectible"
+
+
+AT_PROVIDER = frozenset({InvoiceStatus.EXPORTED, InvoiceStatus.PAID, InvoiceStatus.UNCOLLECTIBLE})
+"""What the payment provider has, final, and not void."""
 
 
 class LineKind(StrEnum):
@@ -104,6 +110,10 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     voided_seq: int | None = None
     stripe_invoice_id: str | None = None
     stripe_ids: dict[str, str] = {}  # what an export made: our id (of invoice or line) → the provider's
+    paid_us: int | None = None
+    uncollectible_us: int | None = None
+    payment_failures: int = 0  # attempts of the provider that failed
+    payment_failed_us: int | None = None  # the last of them
     true_up: str = "0"  # femto-units, as n or n/d: the lines' exact sum less what the ledger charged for their events
 
     @property
@@ -193,8 +203,36 @@ class InvoiceVoided(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.void
     at_us: int
 
 
+class InvoicePaid(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.paid"):
+    invoice_id: str
+    at_us: int
+
+
+class InvoicePaymentFailed(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.payment_failed"):
+    """One attempt of the provider to collect it failed; the invoice is owed as before."""
+
+    invoice_id: str
+    at_us: int
+    attempt: int = 0  # the provider's count of them; 0: not known
+
+
+class InvoiceUncollectible(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.uncollectible"):
+    """Given up; should it be paid all the same, that follows as its own fact."""
+
+    invoice_id: str
+    at_us: int
+
+
 InvoiceFact = (
-    InvoiceDrafted | InvoiceFinalized | InvoiceExportStarted | InvoiceExportAbandoned | InvoiceExported | InvoiceVoided
+    InvoiceDrafted
+    | InvoiceFinalized
+    | InvoiceExportStarted
+    | InvoiceExportAbandoned
+    | InvoiceExported
+    | InvoiceVoided
+    | InvoicePaid
+    | InvoicePaymentFailed
+    | InvoiceUncollectible
 )
 
 
@@ -226,6 +264,13 @@ class Invoices:
                 )
             case InvoiceVoided(invoice_id=id, at_us=at_us):
                 self._change(id, status=InvoiceStatus.VOID, voided_us=at_us, voided_seq=seq)
+            case InvoicePaid(invoice_id=id, at_us=at_us):
+                self._change(id, status=InvoiceStatus.PAID, paid_us=at_us)
+            case InvoicePaymentFailed(invoice_id=id, at_us=at_us, attempt=attempt):
+                failures = attempt or self.by_id[id].payment_failures + 1
+                self._change(id, payment_failures=failures, payment_failed_us=at_us)
+            case InvoiceUncollectible(invoice_id=id, at_us=at_us):
+                self._change(id, status=InvoiceStatus.UNCOLLECTIBLE, uncollectible_us=at_us)
 
     def get(self, invoice_id: str) -> Invoice:
         try:

@@ -14,6 +14,7 @@ import msgspec
 from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, owner
 from billing.ledger import Unrated, UsageRated
 from billing.money import parse_exact
+from billing.provider import ProviderInvoice, status_fault
 from billing.rating import quantities
 from billing.tiers import REQUIRED
 from metering.counts import CountRow, hour_of
@@ -108,8 +109,9 @@ class Sources(msgspec.Struct, kw_only=True):
     invoices: Mapping[str, Sequence[Invoice]]  # by tenant, all of them in the order of their cuts
     conflicts: Sequence[str] = ()  # ids that the usage store has with more than one content; `events` has one of them
     journal: Iterable[CountRow] | None = None
+    gateway: str = ""  # whose journal it is
     open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
-    provider_totals: Mapping[str, int | None] = {}  # invoices to compare → minor units, None: it has none
+    provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
 
 
 def compare(sources: Sources) -> Report:
@@ -136,7 +138,7 @@ def compare(sources: Sources) -> Report:
     differences = [
         *_chain_difference(sources.chain),
         *_conflicts({*conflicts, *sources.conflicts}, stored),
-        *_journal_differences(rows),
+        *_journal_differences(rows, _own_cells(sources, stored)),
         *_ledger_differences(sources, stored, charges),
         *_invoice_differences(sources),
     ]
@@ -222,10 +224,24 @@ def _text(tokens: Tokens) -> str:
     return f"{tokens.prompt} prompt, {tokens.cached} cached, {tokens.completion} completion"
 
 
-def _journal_differences(rows: Iterable[Row]) -> Iterable[Difference]:
-    """The engine's journal against what was settled; tokens only, as a request may end before any."""
+def _own_cells(sources: Sources, stored: Mapping[str, UsageEvent]) -> dict[Cell, Tokens]:
+    """What the gateway settled whose journal is compared; all there is where nobody says which one that is."""
+    cells: dict[Cell, Tokens] = defaultdict(Tokens)
+    for event in stored.values():
+        if sources.gateway in ("", event.gateway):
+            cells[_cell(event)] += _of_event(event)
+    return cells
+
+
+def _journal_differences(rows: Iterable[Row], own: Mapping[Cell, Tokens]) -> Iterable[Difference]:
+    """The engine's journal against what was settled; tokens only, as a request may end before any.
+
+    A journal is one gateway's. It has all there is where that one is alone (under whatever names it had), and where
+    there are others what it settled itself.
+    """
     for row in rows:
-        if row.journal is not None and _text(row.journal) != _text(row.stored):
+        alone = own.get((row.tenant, row.model, row.hour_us), Tokens())
+        if row.journal is not None and _text(row.journal) not in (_text(row.stored), _text(alone)):
             yield Difference(
                 between="engine journal and usage store",
                 tenant=row.tenant,
@@ -281,7 +297,7 @@ def _invoice_differences(sources: Sources) -> Iterable[Difference]:
         for invoice in invoices:
             if invoice.status is not InvoiceStatus.VOID:
                 yield from _lines_differences(sources, invoice, on)
-                yield from _provider_difference(sources, invoice)
+            yield from _provider_difference(sources, invoice)
 
 
 def _period_of(ts_us: int, invoice: Invoice, invoices: Sequence[Invoice]) -> str:
@@ -350,12 +366,28 @@ def _words(quantities: Mapping[str, int], femto: int | Fraction) -> str:
 
 
 def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Difference]:
-    total = sources.provider_totals.get(invoice.id, invoice.total_minor)
-    if total != invoice.total_minor:
-        yield Difference(
-            between="invoice and payment provider",
-            tenant=invoice.tenant,
-            invoice_id=invoice.id,
-            left=str(invoice.total_minor),
-            right="nothing" if total is None else str(total),
-        )
+    """Status, total and lines of what the payment provider has now, against ours."""
+    if invoice.id not in sources.provider:
+        return
+    theirs = sources.provider[invoice.id]
+    void = invoice.status is InvoiceStatus.VOID
+    if theirs is None and not void:
+        yield _apart(invoice, str(invoice.total_minor), "nothing")
+    if theirs is None:
+        return
+    if void and theirs.status != "void" and theirs.total_minor:
+        yield _apart(invoice, "void", f"{theirs.id} status {theirs.status}")
+    if void:
+        return
+    if fault := status_fault(invoice, theirs):
+        yield _apart(invoice, str(invoice.status), f"{theirs.id} {fault}")
+    if theirs.total_minor != invoice.total_minor:
+        yield _apart(invoice, str(invoice.total_minor), f"{theirs.id} total {theirs.total_minor}")
+    if theirs.faults:
+        yield _apart(invoice, f"{len(invoice.lines)} lines", f"{theirs.id} {'; '.join(theirs.faults)}")
+
+
+def _apart(invoice: Invoice, left: str, right: str) -> Difference:
+    return Difference(
+        between="invoice and payment provider", tenant=invoice.tenant, invoice_id=invoice.id, left=left, right=right
+    )

@@ -46,6 +46,8 @@ _table = sa.Table(
     sa.UniqueConstraint("stream", "version", name="events_stream_version"),
     sa.UniqueConstraint("idempotency_key", name="events_idempotency_key"),
 )
+_decided = sa.text("type NOT IN ('usage.rated', 'usage.unrated')")
+sa.Index("events_decided", _table.c.seq, sqlite_where=_decided, postgresql_where=_decided)  # for `billing.audit`
 
 
 class NewEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize; and its way back, the void.
 
 Knows: Stripe's invoices, items, customers and idempotency keys. Does not know: usage, prices, when to export.
-The only module that imports the `stripe` package.
+How one call is made is `billing.stripe_calls`' to know.
 
 Every step first looks for what an earlier attempt made (by metadata), and only then makes it, with an
 idempotency key that depends on nothing but what is being made. So an export can be killed between any two
@@ -16,49 +16,39 @@ https://docs.stripe.com/api/invoices, https://docs.stripe.com/api/idempotent_req
 from __future__ import annotations
 
 import hashlib
-import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple
 
+import msgspec
 import stripe
 
 from billing.accounts import Tenant
 from billing.errors import Conflict, ExportError, StripeNotConfigured
 from billing.invoice import ExportResult, Invoice, InvoiceLine
 from billing.money import format_minor
+from billing.provider import ProviderInvoice
+from billing.stripe_calls import StripeCalls, StripeRefused, StripeUnavailable
 from billing.wording import amount_of, describe, noun
 
 MAX_ITEMS = 250  # on one Stripe invoice
-MAX_KEYS = 32  # spent keys that one thing may leave behind within the 24 hours Stripe keeps them
-MAX_FAILURES = 3  # answers 500 to one thing within one export
-RATE_LIMIT_TRIES = 6
-BACKOFF_S = 0.5
-BACKOFF_MAX_S = 16.0
-TIMEOUT_S = 30.0
 RECENT_S = 25 * 3600  # how far back things are listed; older ones are in Stripe's search index
 VOID_LOOKS = 4  # at one Stripe invoice that changes while it is ended
 TEXT_MAX = 500
+MAX_FAULTS = 20  # named of one invoice
 
 INVOICE_KEY = "meterhouse_invoice"
 LINE_KEY = "meterhouse_line"
 TENANT_KEY = "meterhouse_tenant"
 
-T = TypeVar("T")
-Made = TypeVar("Made", bound=stripe.StripeObject)
-
-
-class StripeUnavailable(ExportError):
-    """Stripe did not answer, or not for sure; the same export can be begun again and goes on where it was."""
-
-
-class StripeRefused(ExportError):
-    """Stripe does not accept what we sent; the text is Stripe's own."""
+__all__ = ["Item", "StripeExporter", "StripeMismatch", "StripeRefused", "StripeUnavailable", "items_of"]
 
 
 class StripeMismatch(ExportError):
     """Stripe holds something else than our invoice says, or ours contradicts itself. This export finalized nothing."""
+
+
+class NotExported(StripeNotConfigured):
+    """This invoice is not one to be exported; nothing was sent."""
 
 
 class Item(NamedTuple):
@@ -127,38 +117,15 @@ def _quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-def _replayed(headers: Mapping[str, str] | None) -> bool:
-    return (headers or {}).get("idempotent-replayed") == "true"
-
-
-class StripeExporter:
+class StripeExporter(StripeCalls):
     """Exports invoices with one API key. Implements `billing.invoice.Exporter`.
 
-    `api_base` is another address of the API (a double in tests). `sleep` waits out rate limits. Raises
-    `StripeNotConfigured` from every call when there is no key.
+    `refusal` says why an invoice must not be exported (empty: it may be); `on_failure` is told of each export that
+    ended with an error.
     """
 
-    def __init__(
-        self,
-        api_key: str | None,
-        api_base: str | None = None,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        http_client: stripe.HTTPClient | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock_s: Callable[[], float] = time.time,
-    ) -> None:
-        self._api_key = api_key
-        self._api_base = api_base
-        self._http_client = http_client or stripe.RequestsClient(timeout=timeout_s)
-        self._sleep = sleep
-        self._clock_s = clock_s
-        self._client: stripe.StripeClient | None = None
-
-    @property
-    def configured(self) -> bool:
-        """Whether there is a key."""
-        return self._api_key is not None
+    refusal: Callable[[Invoice], str] = staticmethod(lambda _: "")
+    on_failure: Callable[[Invoice, ExportError], None] = staticmethod(lambda *_: None)
 
     # -- what callers use -----------------------------------------------------------------------------------------
 
@@ -169,6 +136,15 @@ class StripeExporter:
         the draft is left as it is), all of them `ExportError`; `Conflict` when it was voided in Stripe.
         """
         self._api()  # without a key nothing at all happens
+        if reason := self.refusal(invoice):
+            raise NotExported(reason)
+        try:
+            return self._export(invoice, tenant, previous_ids)
+        except ExportError as error:
+            self.on_failure(invoice, error)
+            raise
+
+    def _export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult:
         self._exportable(invoice)
         items = items_of(invoice)
         found = self._find_invoice(invoice, previous_ids.get(invoice.id))
@@ -204,18 +180,28 @@ class StripeExporter:
         for theirs in held:
             self._end(invoice, theirs)
 
-    def totals(self, invoices: Sequence[Invoice]) -> dict[str, int]:
-        """What Stripe holds now: our invoice id → total in minor units.
+    def customer(self, tenant: Tenant) -> str:
+        """The id of the tenant's customer in Stripe, found or made on demand. Raises `ExportError`."""
+        self._api()  # without a key nothing at all happens
+        return tenant.stripe_customer_id or self._customer(tenant)
 
-        An invoice that Stripe does not have (any more), or that is void there, is left out.
+    def look(self, invoice: Invoice) -> ProviderInvoice | None:
+        """What Stripe has now for an exported invoice of ours; None: it has none (any more). Raises `ExportError`."""
+        theirs = None if invoice.stripe_invoice_id is None else self._retrieve(invoice.stripe_invoice_id)
+        return None if theirs is None else _state(theirs)
+
+    def held(self, invoices: Sequence[Invoice]) -> dict[str, ProviderInvoice]:
+        """The same for many, each compared line by line with what we sent: by our id. Raises `ExportError`.
+
+        An invoice that Stripe does not have (any more) is left out.
         """
         found = {}
         for invoice in invoices:
-            if invoice.stripe_invoice_id is None:
-                continue
-            theirs = self._retrieve(invoice.stripe_invoice_id)
-            if theirs is not None and theirs.status not in ("draft", "void"):
-                found[invoice.id] = theirs.total
+            if (theirs := self.look(invoice)) is not None:
+                items, made = items_of(invoice), self._items(theirs.id)
+                missing = [f"line {item.id} not at all" for item in items if item.id not in made]
+                faults = tuple(missing + _item_faults(items, made))
+                found[invoice.id] = msgspec.structs.replace(theirs, faults=faults[:MAX_FAULTS])
         return found
 
     # -- the steps ------------------------------------------------------------------------------------------------
@@ -249,17 +235,16 @@ class StripeExporter:
             return min(found, key=lambda customer: (customer.created, customer.id), default=None)
 
         def create(key: str) -> stripe.Customer:
-            metadata = {TENANT_KEY: tenant.id}
-            return self._api().customers.create(
-                {"name": tenant.name[:256], "metadata": metadata}, {"idempotency_key": key}
-            )
+            # Without the name, which may change: two makers' parameters must be equal, or their one key is none.
+            return self._api().customers.create({"metadata": {TENANT_KEY: tenant.id}}, {"idempotency_key": key})
 
         def again(made: stripe.Customer) -> stripe.Customer | None:
-            now = self._call(lambda: self._api().customers.retrieve(made.id))
-            return None if getattr(now, "deleted", None) else now
+            return self._there(lambda: self._api().customers.retrieve(made.id))
 
-        found = find()
-        return (found or self._make("customer", _key("customer", tenant.id), find, create, again)).id
+        customer = find() or self._make("customer", _key("customer", tenant.id), find, create, again)
+        if not customer.name:
+            self._call(lambda: self._api().customers.update(customer.id, {"name": tenant.name[:256]}))
+        return customer.id
 
     def _find_invoice(self, invoice: Invoice, known: str | None) -> stripe.Invoice | None:
         """By the id an earlier export told us, else by metadata in the search index."""
@@ -347,7 +332,10 @@ class StripeExporter:
                 {"idempotency_key": key},
             )
 
-        return self._make("invoice item", _key("item", draft.id, item.id), find, create)
+        def again(made: stripe.InvoiceItem) -> stripe.InvoiceItem | None:
+            return self._there(lambda: self._api().invoice_items.retrieve(made.id))
+
+        return self._make("invoice item", _key("item", draft.id, item.id), find, create, again)
 
     def _finalize(
         self,
@@ -383,14 +371,7 @@ class StripeExporter:
         made: Mapping[str, list[stripe.InvoiceItem]],
     ) -> None:
         """The draft holds each of our items once, at our amount, and nothing else."""
-        wanted = {item.id: item.amount_minor for item in items}
-        faults = [f"{len(made[ours])} item(s) that are not ours" for ours in made if ours not in wanted]
-        faults += [f"line {ours} {len(theirs)} times" for ours, theirs in made.items() if ours and len(theirs) > 1]
-        faults += [
-            f"line {ours} at {theirs[0].amount} instead of {wanted[ours]}"
-            for ours, theirs in made.items()
-            if ours in wanted and theirs[0].amount != wanted[ours]
-        ]
+        faults = _item_faults(items, made)
         if draft.currency != invoice.currency:
             faults.append(f"currency {draft.currency} instead of {invoice.currency}")
         if faults:
@@ -469,76 +450,24 @@ class StripeExporter:
 
         self._make("void", _key("void", invoice_id), find, create)
 
-    # -- one call -------------------------------------------------------------------------------------------------
 
-    def _api(self) -> stripe.V1Services:
-        if not self._api_key:
-            raise StripeNotConfigured(
-                "there is no Stripe key: set STRIPE_API_KEY (or stripe_api_key in meterhouse.toml) to export invoices, "
-                "and to void those whose export has begun"
-            )
-        if self._client is None:
-            self._client = stripe.StripeClient(
-                self._api_key,
-                base_addresses={"api": self._api_base} if self._api_base else None,
-                max_network_retries=2,
-                http_client=self._http_client,
-            )
-        return self._client.v1
+def _item_faults(items: Sequence[Item], made: Mapping[str, list[stripe.InvoiceItem]]) -> list[str]:
+    """What stands on a Stripe invoice beside each of our items once, at our amount."""
+    wanted = {item.id: item.amount_minor for item in items}
+    faults = [f"{len(made[ours])} item(s) that are not ours" for ours in made if ours not in wanted]
+    faults += [f"line {ours} {len(theirs)} times" for ours, theirs in made.items() if ours and len(theirs) > 1]
+    faults += [
+        f"line {ours} at {theirs[0].amount} instead of {wanted[ours]}"
+        for ours, theirs in made.items()
+        if ours in wanted and theirs[0].amount != wanted[ours]
+    ]
+    return faults
 
-    def _retrieve(self, invoice_id: str) -> stripe.Invoice | None:
-        """The invoice as it is now; None when Stripe has none of this id."""
-        try:
-            found = self._call(lambda: self._api().invoices.retrieve(invoice_id))
-        except StripeRefused as refused:
-            if isinstance(refused.__cause__, stripe.InvalidRequestError) and refused.__cause__.http_status == 404:
-                return None
-            raise
-        return None if getattr(found, "deleted", None) else found
 
-    def _make(
-        self,
-        what: str,
-        key: str,
-        find: Callable[[], Made | None],
-        create: Callable[[str], Made],
-        again: Callable[[Made], Made | None] | None = None,
-    ) -> Made:
-        """Make a thing that was looked for and not found.
-
-        Whenever a key is spent, `find` looks again before the next one is used. A replayed answer tells of a thing
-        that may be gone since: `again` says what it is now (without it, `find` does).
-        """
-        failures = 0
-        for attempt in range(MAX_KEYS):
-            try:
-                made = self._call(partial(create, f"{key}-{attempt}"), keyed=True)
-            except _KeySpent as spent:
-                failures += not spent.replayed
-                if failures >= MAX_FAILURES:
-                    raise StripeUnavailable(f"Stripe failed on every attempt at this {what}; try again") from spent
-                found = find()
-            else:
-                answer = made.last_response
-                if not _replayed(answer.headers if answer else None):
-                    return made
-                found = again(made) if again else find()
-            if found is not None:
-                return found
-        raise StripeUnavailable(f"too many attempts at this {what} failed within a day; try again tomorrow")
-
-    def _call(self, call: Callable[[], T], *, keyed: bool = False) -> T:
-        """One call, its rate limits waited out, its errors in billing's words; with a key also `_KeySpent`."""
-        for attempt in range(RATE_LIMIT_TRIES):
-            try:
-                return call()
-            except stripe.RateLimitError as limited:
-                if attempt + 1 == RATE_LIMIT_TRIES:
-                    raise StripeUnavailable("Stripe's rate limit did not let us through; try again later") from limited
-                self._sleep(_wait_s(attempt))
-            except stripe.StripeError as error:
-                _translate(error, keyed)
-        raise AssertionError("the last attempt returns or raises")
+def _state(theirs: stripe.Invoice) -> ProviderInvoice:
+    return ProviderInvoice(
+        id=theirs.id, status=str(theirs.status), total_minor=theirs.total, attempts=theirs.attempt_count or 0
+    )
 
 
 def _voided(invoice: Invoice, theirs: stripe.Invoice) -> Conflict:
@@ -546,41 +475,6 @@ def _voided(invoice: Invoice, theirs: stripe.Invoice) -> Conflict:
         f"invoice {invoice.id} was voided in Stripe ({theirs.id}), so it cannot be exported: void it here too, then "
         "its usage can be invoiced again"
     )
-
-
-class _KeySpent(Exception):
-    """The key will only ever give this error (again); the request behind it is over."""
-
-    def __init__(self, replayed: bool) -> None:
-        self.replayed = replayed
-
-
-def _translate(error: stripe.StripeError, keyed: bool) -> NoReturn:
-    """Raise what an error of the SDK means for an export."""
-    message = error.user_message or type(error).__name__
-    if keyed and (isinstance(error, stripe.IdempotencyError) or _replayed(error.headers)):
-        raise _KeySpent(replayed=True) from error
-    if isinstance(error, stripe.AuthenticationError | stripe.PermissionError):
-        raise StripeRefused(f"Stripe does not accept the key: {message}") from error
-    if isinstance(error, stripe.APIConnectionError):
-        raise StripeUnavailable("Stripe could not be reached; this can be begun again") from error
-    body: Any = error.json_body
-    if keyed and error.http_status == 500 and isinstance(body, dict) and "error" in body:
-        raise _KeySpent(replayed=False) from error
-    status = error.http_status or 0
-    if status < 400 or status >= 500 or status == 409:  # below 400: an answer that could not be read
-        raise StripeUnavailable(f"Stripe answered {status}; this can be begun again") from error
-    if "combine currencies" in message:
-        raise StripeRefused(
-            f"the Stripe customer is in use with another currency than this invoice's. Stripe says: {message}"
-        ) from error
-    raise StripeRefused(f"Stripe refused: {message}") from error
-
-
-def _wait_s(attempt: int) -> float:
-    """Seconds before the next try: doubling, with jitter, bounded."""
-    doubled: float = BACKOFF_S * 2**attempt
-    return min(doubled, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
 
 
 def _tag(thing: Any, key: str) -> str:

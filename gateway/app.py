@@ -38,6 +38,7 @@ from gateway.openai.organization import organization_router
 from gateway.openai.tokenize import detokenize, tokenize
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
+from gateway.webhooks import StripeDoor, stripe_webhook
 from metering.journal import Journal
 from metering.spool import Spool
 
@@ -138,6 +139,7 @@ def create_app(
         ready,
         metrics,
         pointer,
+        stripe_webhook,
     ]
     return Litestar(
         route_handlers=[*routes, *([admin_router(admin), organization_router(admin)] if admin is not None else [])],
@@ -145,12 +147,13 @@ def create_app(
             "edge": _constant(edge),
             "health": _constant(health),
             "telemetry": _constant(telemetry),
+            "stripe_door": _constant(StripeDoor(admin.webhooks if admin is not None else None, telemetry)),
         },
         exception_handlers={Exception: handle},
         before_send=[_sign(telemetry)],
         request_max_body_size=settings.max_body_bytes,
         openapi_config=api_config(product_version()),
-        signature_types=[Edge, Health, Telemetry],
+        signature_types=[Edge, Health, StripeDoor, Telemetry],
         debug=False,
         logging_config=None,
     )

@@ -37,6 +37,13 @@ UNRATED = ("event_id", "tenant", "model", "started_at", "reason")
 INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
 LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
 GATEWAY = ("id", "alive", "this", "stored_until", "seen_at", "started_at")
+ADMIN_KEY = ("id", "name", "role", "prefix", "created_at", "revoked_at")
+AUDIT = ("event", "at", "actor", "actor_name", "type", "detail")
+ALERT = ("id", "kind", "state", "created_at", "attempts", "next_attempt_at", "last_error")
+METERS = ("begun_at", "from_event", "done_event", "put_aside")
+METER_EVENT = ("identifier", "tenant", "kind", "quantity", "began_at", "state", "reason")
+MARGIN = ("tenant", "model", "adapter", "hour", "requests", "charged", "cost", "margin", "currency")
+COST_RATE = ("id", "currency", "compute_second", "kv_block_second", "hour", "effective_at")
 DIFFERENCE = ("between", "tenant", "model", "start", "invoice", "left", "right")
 
 
@@ -484,6 +491,149 @@ def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | 
 
 for _command in store_commands(_admin):
     main.add_command(_command)
+
+
+@main.group()
+def admin() -> None:
+    """Admin keys: who may administer, and as what."""
+
+
+@admin.command("create")
+@click.argument("name")
+@click.option("--role", type=click.Choice(["owner", "billing", "read_only"]), required=True, help="What it may change.")
+@_admin
+def admin_create(api: AdminClient, printer: Printer, name: str, role: str) -> None:
+    """Create an admin key for NAME and print it, this once."""
+    printer.show(api.post("/admin-keys", body={"name": name, "role": role}), ("id", "name", "role", "key"))
+    printer.say("Keep the key now: it is not shown again.")
+
+
+@admin.command("list")
+@_admin
+def admin_list(api: AdminClient, printer: Printer) -> None:
+    """List admin keys."""
+    printer.show(list(api.pages("/admin-keys")), ADMIN_KEY)
+
+
+@admin.command("revoke")
+@click.argument("key_id", metavar="KEY_ID")
+@_admin
+def admin_revoke(api: AdminClient, printer: Printer, key_id: str) -> None:
+    """Revoke an admin key: it opens nothing from now on."""
+    api.delete("/admin-keys/{}", key_id)
+    printer.say("Revoked.")
+
+
+@main.command()
+@click.option("--actor", help="Only of this actor, as admin:admin-3f….")
+@click.option("--kind", help="Only events of this type, as price.set, or invoice.* for all of those.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
+@_start
+@_end
+@_admin
+def audit(
+    api: AdminClient,
+    printer: Printer,
+    actor: str | None,
+    kind: str | None,
+    limit: int,
+    start: str | None,
+    end: str | None,
+) -> None:
+    """Show who did what, the newest first; refused commands too."""
+    query: dict[str, str | int | None] = {"actor": actor, "kind": kind, "limit": limit, "start": start, "end": end}
+    found = api.get("/audit", query=query)
+    printer.show(found["data"], AUDIT)
+
+
+@main.group(cls=Defaulting)
+def alerts() -> None:
+    """Alerts to the operator's webhook (`show`, the default)."""
+
+
+@alerts.command("show")
+@click.option("--status", type=click.Choice(["pending", "delivered", "dead", "kept"]), help="Only those.")
+@_admin
+def alerts_show(api: AdminClient, printer: Printer, status: str | None) -> None:
+    """List alerts, the newest first."""
+    printer.show(list(api.pages("/alerts", status=status)), ALERT)
+
+
+@alerts.command("send")
+@click.argument("alert_id", metavar="ALERT")
+@_admin
+def alerts_send(api: AdminClient, printer: Printer, alert_id: str) -> None:
+    """Send an alert again, under its id."""
+    printer.show(api.patch("/alerts/{}", alert_id, body={"state": "pending"}), ALERT)
+
+
+@main.group(cls=Defaulting)
+def meters() -> None:
+    """Usage on its way to Stripe's meters (`show`, the default)."""
+
+
+@meters.command("show")
+@_admin
+def meters_show(api: AdminClient, printer: Printer) -> None:
+    """Show how far the export is, and what was put aside."""
+    found = {**api.get("/meters"), "events": list(api.pages("/meters/events"))}
+    printer.show(found, METERS)
+    if not printer.as_json:
+        printer.show(found["events"], METER_EVENT)
+
+
+def _meters_decision(name: str, send: bool, help: str) -> None:
+    @meters.command(name, help=help)
+    @click.argument("identifier")
+    @_admin
+    def command(api: AdminClient, printer: Printer, identifier: str) -> None:
+        printer.show(api.patch("/meters/events/{}", identifier, body={"send": send}), METER_EVENT)
+
+
+_meters_decision("send", True, "Send a meter event that was put aside (again).")
+_meters_decision("leave", False, "Decide that a meter event that was put aside is not to be sent.")
+
+
+@main.group()
+def stripe() -> None:
+    """What stands at Stripe."""
+
+
+@stripe.command("sync")
+@_admin
+def stripe_sync(api: AdminClient, printer: Printer) -> None:
+    """Let every exported invoice catch up with what Stripe has now."""
+    printer.show(api.patch("/stripe/invoices", body={})["data"], INVOICE)
+
+
+@main.group(cls=Defaulting)
+def margin() -> None:
+    """What is left of what was charged (`show`, the default)."""
+
+
+@margin.command("show")
+@click.option("--group-by", default="tenant", show_default=True, help="Of tenant, model, adapter, hour, by commas.")
+@_start
+@_end
+@_admin
+def margin_show(
+    api: AdminClient, printer: Printer, group_by: str, start: str | None, end: str | None
+) -> None:
+    """Show charges, costs and margins. [default: the last day]"""
+    found = api.get("/margin", query={"group_by": group_by, "start": start, "end": end})
+    printer.show(found["data"], MARGIN)
+
+
+@margin.command("rate")
+@click.option("--compute-second", required=True, help="Cost of a second of engine time, as 0.0004.")
+@click.option("--kv-block-second", required=True, help="Of a KV-cache block held for a second.")
+@click.option("--hour", required=True, help="Of an hour, whatever runs.")
+@click.option("--currency", default="usd", show_default=True)
+@click.option("--effective-at", help="From when on: RFC 3339 or epoch seconds. [default: now]")
+@_admin
+def margin_rate(api: AdminClient, printer: Printer, **fields: str | None) -> None:
+    """Enter what the house pays."""
+    printer.show(api.post("/margin/rates", body=_given(**fields)), COST_RATE)
 
 
 # --- how fast it is --------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from litestar import Litestar
 from billing.accounts import AdapterRecord
 from billing.errors import BillingError
 from billing.service import Billing
-from billing.stripe import StripeExporter
 from engine.client import Engine
 from engine.logs import configure_logging
 from engine.process import EngineProcess
@@ -50,6 +49,7 @@ from gateway.openai import edge
 from gateway.server import Server, bind, make_server, raise_file_limit
 from gateway.settings import Settings, SettingsError, reachable
 from gateway.stores import StartError, Stores
+from gateway.watch import Watch, money_parts
 from metering.errors import MeteringError
 from metering.journal import JournalError
 from metering.spool import SpoolError
@@ -82,6 +82,7 @@ class Runtime:
     gateway: Gateway
     admin: AdminState
     heartbeat: Heartbeat
+    watch: Watch
 
     def __init__(
         self,
@@ -121,6 +122,8 @@ class Runtime:
             await self._load_adapters()
             self.heartbeat = Heartbeat(self.stores, self._clock_us, self._beat_s)
             self.heartbeat.start()
+            self.watch = Watch(self.settings, self.stores, self.admin, telemetry, self._clock_us)
+            self.watch.start()
         except BaseException:
             self.stores.give_up()  # its thread cannot be cancelled
             starting.cancel()
@@ -175,6 +178,7 @@ class Runtime:
         async with AsyncExitStack() as closing:  # the last pushed is called first
             closing.push_async_callback(asyncio.to_thread, self.stores.close)
             closing.push_async_callback(self.heartbeat.stop)
+            closing.push_async_callback(asyncio.to_thread, self.watch.stop)
             closing.push_async_callback(self.engine.stop)
             closing.push_async_callback(self.admin.close)
             closing.push_async_callback(self.gateway.lender.close)
@@ -205,7 +209,7 @@ def admin_state(
         engine=engine,
         base_model=base_model,
         adapters_dir=settings.adapters_dir,
-        exporter=StripeExporter(settings.stripe_api_key, settings.stripe_api_base),
+        **money_parts(settings, stores, clock_us),
         flush=stores.flush,
         clock_us=clock_us,
     )

@@ -22,8 +22,12 @@ TEST_PREFIX = "METERHOUSE_TEST_"  # belongs to the test-suite, never to a server
 CONFIG_VARIABLE = "METERHOUSE_CONFIG"
 WHEEL_VARIABLE = "METERHOUSE_MODEL_WHEEL"  # `engine.weights` reads it: a local copy of the default model's package
 CONFIG_FILE = "meterhouse.toml"
-FOREIGN_VARIABLES = {"STRIPE_API_KEY": "stripe_api_key", "STRIPE_API_BASE": "stripe_api_base"}
-SECRETS = frozenset({"admin_key", "stripe_api_key"})
+FOREIGN_VARIABLES = {
+    "STRIPE_API_KEY": "stripe_api_key",
+    "STRIPE_API_BASE": "stripe_api_base",
+    "STRIPE_WEBHOOK_SECRET": "stripe_webhook_secret",
+}
+SECRETS = frozenset({"admin_key", "stripe_api_key", "stripe_webhook_secret", "alert_secret"})
 REDACTED = "***"
 
 
@@ -56,6 +60,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ledger_url: Annotated[str | None, Meta(description="ledger; unset: SQLite in the data folder")] = None
     stripe_api_key: Annotated[str | None, Meta(description="key for invoice export; unset: export is refused")] = None
     stripe_api_base: Annotated[str | None, Meta(description="other address of the Stripe API, for tests")] = None
+    stripe_webhook_secret: Annotated[
+        str | None, Meta(description="signing secrets of /webhooks/stripe, by commas; unset: it takes nothing")
+    ] = None
+    export_mode: Annotated[
+        str, Meta(description="invoice: invoices are exported; meter: usage goes to Stripe's Billing Meters instead")
+    ] = "invoice"
+    alert_url: Annotated[str | None, Meta(description="where alerts are posted; unset: they are only listed")] = None
+    alert_secret: Annotated[str | None, Meta(description="whsec_… that alerts are signed with")] = None
+    alert_spool_lag_s: Annotated[
+        float, Meta(gt=0, description="a settlement that waits this long for a store is an alert")
+    ] = 300.0
+    reconcile_every_s: Annotated[
+        float, Meta(ge=0, description="how often the books are compared by themselves; 0: never")
+    ] = 3600.0
 
     device: Annotated[str, Meta(description="auto, cpu or cuda")] = "auto"
     dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
@@ -320,6 +338,7 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("none", "int8", "int4"),
     "native": ("auto", "on", "off"),
+    "export_mode": ("invoice", "meter"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "json", "console"),
 }
@@ -329,6 +348,7 @@ _URLS = {
         ("sqlite:///", "postgresql+psycopg://"),
         "sqlite:///path or postgresql+psycopg://user:password@host/database; other databases do not work",
     ),
+    "alert_url": (("https://", "http://"), "http(s)://host/path"),
     "clickhouse_url": (
         ("chdb:///", "http://", "https://"),
         "chdb:///absolute/path or http(s)://user:password@host:port/database",

@@ -62,6 +62,7 @@ class Stores:
 
     lock: FileLock
     folder: str
+    events: EventStore
     billing: Billing
     gateways: Gateways
     usage: UsageStore
@@ -111,7 +112,7 @@ class Stores:
         self._go_on()
         migrate_clickhouse(settings.clickhouse)
         self._go_on()
-        events = EventStore(settings.ledger)
+        events = self.events = EventStore(settings.ledger)
         self.gateways = Gateways(events)
         self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
         self._stack.callback(self.billing.close)

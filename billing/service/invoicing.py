@@ -25,6 +25,7 @@ from billing.errors import (
     UnratedUsage,
 )
 from billing.invoice import (
+    AT_PROVIDER,
     Exporter,
     ExportResult,
     Invoice,
@@ -145,7 +146,7 @@ class InvoiceService(UsageService):
             return first
         with self._with_provider(invoice_id):
             invoice = self._start_export(invoice_id)
-            if invoice.status is InvoiceStatus.EXPORTED:
+            if invoice.status in AT_PROVIDER:
                 return invoice
             result = self._send(invoice, exporter)
             exported = self._finish_export(invoice, result, idempotency)
@@ -312,7 +313,7 @@ class InvoiceService(UsageService):
 
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             invoice = self._books.invoices.get(invoice_id)
-            if invoice.status is InvoiceStatus.EXPORTED:
+            if invoice.status in AT_PROVIDER:
                 return [], invoice
             if invoice.status is not InvoiceStatus.FINALIZED:
                 raise Conflict(f"only a finalized invoice is exported; this one is {invoice.status}")
@@ -340,7 +341,7 @@ class InvoiceService(UsageService):
     def _finish_export(self, invoice: Invoice, result: ExportResult, idempotency: Idempotency | None) -> Invoice:
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             now = self._books.invoices.get(invoice.id)
-            if now.status in (InvoiceStatus.EXPORTED, InvoiceStatus.VOID):
+            if now.status in AT_PROVIDER or now.status is InvoiceStatus.VOID:
                 return [], now
             exported = msgspec.structs.replace(
                 now,

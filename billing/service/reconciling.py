@@ -8,14 +8,18 @@ from typing import Protocol
 
 from billing.checks import Faults
 from billing.errors import Invalid, LedgerCorrupt
-from billing.invoice import Invoice, InvoiceStatus, UsageSource
+from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus, UsageSource
+from billing.provider import ProviderInvoice
 from billing.reconcile import Chain, Charged, Report, Sources, compare
-from billing.service.invoicing import CLOCK_SLACK_US, InvoiceService
+from billing.service.admins import AdminService
+from billing.service.invoicing import CLOCK_SLACK_US
+from billing.service.margins import MarginService
+from billing.service.payments import PaymentService
 from metering.counts import HOUR_US, CountRow, hour_of
 from metering.events import UsageEvent
 
-ProviderTotals = Callable[[Sequence[Invoice]], Mapping[str, int]]
-"""The payment provider's totals in minor units, by our invoice id."""
+ProviderHolds = Callable[[Sequence[Invoice]], Mapping[str, ProviderInvoice]]
+"""What the payment provider has now, by our invoice id; nothing for what it does not have."""
 
 
 class ComparedUsage(UsageSource, Protocol):
@@ -26,7 +30,7 @@ class ComparedUsage(UsageSource, Protocol):
         ...
 
 
-class ReconcileService(InvoiceService):
+class ReconcileService(PaymentService, MarginService, AdminService):
     """Whether all books say the same."""
 
     def reconcile(
@@ -37,15 +41,16 @@ class ReconcileService(InvoiceService):
         usage: ComparedUsage,
         spool_events: Iterable[UsageEvent] = (),
         journal_totals: Iterable[CountRow] | None = None,
+        gateway: str = "",
         open_from_us: int | None = None,
-        stripe: ProviderTotals | None = None,
+        stripe: ProviderHolds | None = None,
     ) -> Report:
         """Compare everything about requests that began in [start_us, end_us), widened to whole hours.
 
-        `spool_events` are settled and perhaps not in `usage` yet; `journal_totals` are the journal's sums for
-        the same hours; `open_from_us` is when the oldest request under way began, as the journal already has
-        what no event has yet; `stripe` gives the provider's totals. The hash chain is checked over all rows of the
-        ledger that can be about the range, up to the last that was folded in.
+        `spool_events` are settled and perhaps not in `usage` yet; `journal_totals` are the sums of the journal of
+        `gateway` for the same hours; `open_from_us` is when the oldest request under way began, as the journal already
+        has what no event has yet; `stripe` tells what the provider holds. The hash chain is checked over all rows of
+        the ledger that can be about the range, up to the last that was folded in.
         """
         start_us, end_us = _whole_hours(start_us, end_us)
         spooled = [event for event in spool_events if start_us <= event.ts_us < end_us]
@@ -65,8 +70,9 @@ class ReconcileService(InvoiceService):
                 invoices=invoices,
                 conflicts=usage.conflicts(start_us, end_us),
                 journal=journal_totals,
+                gateway=gateway,
                 open_from_us=open_from_us,
-                provider_totals=_provider_totals(stripe, invoices, start_us, end_us),
+                provider=_held_there(stripe, invoices, start_us, end_us),
             )
         )
 
@@ -111,19 +117,22 @@ def _whole_hours(start_us: int, end_us: int) -> tuple[int, int]:
     return hour_of(start_us), hour_of(end_us + HOUR_US - 1)
 
 
-def _provider_totals(
-    told: ProviderTotals | None, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int
-) -> dict[str, int | None]:
-    """What the provider has for each exported invoice whose period touches the range; nothing if it is not asked."""
+def _held_there(
+    told: ProviderHolds | None, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int
+) -> dict[str, ProviderInvoice | None]:
+    """What the provider has for each exported invoice whose period touches the range; nothing if it is not asked.
+
+    One that was exported and is void here is asked for too: it must be void there.
+    """
     if told is None:
         return {}
     touched = [
         invoice
         for of_tenant in invoices.values()
         for invoice in of_tenant
-        if invoice.status is InvoiceStatus.EXPORTED
+        if (invoice.status in AT_PROVIDER or (invoice.status is InvoiceStatus.VOID and invoice.stripe_invoice_id))
         and invoice.period_start_us < end_us
         and start_us < invoice.period_end_us
     ]
-    totals = told(touched)
-    return {invoice.id: totals.get(invoice.id) for invoice in touched}
+    held = told(touched)
+    return {invoice.id: held.get(invoice.id) for invoice in touched}

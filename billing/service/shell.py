@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TypeVar
 
 import msgspec
@@ -30,6 +31,9 @@ from metering.events import UsageEvent
 
 T = TypeVar("T")
 SYSTEM = "system"  # the actor of what no person asked for
+ACTOR: ContextVar[str] = ContextVar("actor", default="")
+"""Who asks for what is done in this context, for the log; empty: nobody in particular."""
+
 PAGE_MAX = 10_000
 PRICE_LEAD_US = 250_000  # from choosing the instant from which a price counts to that instant: it is written by then
 
@@ -148,7 +152,7 @@ class Shell:
                 events, result = decide(self._clock())
                 if idempotency is not None and events:
                     events = [_signed(events[0], name, idempotency, result), *events[1:]]
-                actor = idempotency.actor if idempotency is not None else SYSTEM
+                actor = ACTOR.get() or (idempotency.actor if idempotency is not None else SYSTEM)
                 rows = log.append(events, actor=actor, time_us=self._clock())
             self._fold(rows)
             self._decided()

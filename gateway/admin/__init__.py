@@ -27,9 +27,13 @@ from gateway.admin import (
     unrated,
     usage,
 )
+from gateway.admin.alerts import router as alerts_router
+from gateway.admin.audit import router as audit_router
 from gateway.admin.body import check_body
-from gateway.admin.guard import admin_guard
+from gateway.admin.guard import admin_guard, noting
 from gateway.admin.idempotency import provide_idempotency
+from gateway.admin.margin import router as margin_router
+from gateway.admin.meters import router as meters_router
 from gateway.admin.query import check_query
 from gateway.admin.state import AdminState
 
@@ -66,12 +70,17 @@ def admin_router(state: AdminState) -> Router:
             rollups.router,
             archives.router,
             gateways.router,
+            audit_router,
+            alerts_router,
+            margin_router,
+            meters_router,
         ],
         dependencies={
             "admin": Provide(provide_admin, sync_to_thread=False),
             "idempotency": Provide(provide_idempotency),
         },
         guards=[admin_guard(state.admin_key, state.billing)],
+        exception_handlers={Exception: noting(state.billing, state.spawn)},
         before_request=check_request,
         security=[{ADMIN_SCHEME: []}],
     )

@@ -1,33 +1,92 @@
-"""Who may use the admin API: the bearer of the admin key, and no tenant."""
+"""Who may use the admin API: the bearer of an admin key, as far as its role goes, and no tenant.
+
+The bootstrap key (setting or key file) is an owner. A named key is an owner, may change what has to do with money, or
+only reads. What is not named here is for owners: a new route is closed to the others until somebody opens it.
+
+Who calls stands in `ACTOR` from here on, so that every event that follows says who it was. A command of a known admin
+that is refused, here or by what it asked for, is an event too; a caller with no valid key is not, or anybody could grow
+the ledger.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from litestar import Request, Response
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
+from billing.admins import CommandRefused, Role
 from billing.service import Billing
-from gateway.auth import bearer
-from gateway.errors import Forbidden, Unauthorized
+from billing.service.shell import ACTOR
+from gateway import paths
+from gateway.auth import MAX_KEY_LENGTH, bearer
+from gateway.errors import ErrorBody, Forbidden, Unauthorized, api_error, handle
 
 Connection = ASGIConnection[Any, Any, Any, Any]
+BOOTSTRAP = "admin"  # the actor of the bootstrap key
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+REASON_MAX = 300
+
+MONEY = re.compile(
+    r"/(prices|invoices|usage|alerts|meters|stripe|margin|credits|grants|budgets)(/.*)?"
+    r"|/tenants/[^/]+/(credits|grants|budgets|top-up|invoices)(/.*)?"
+)
+"""What the role `billing` may change: paths behind the admin API's own."""
 
 
-def admin_guard(admin_key: str, billing: Billing) -> Callable[[Connection, BaseRouteHandler], None]:
-    """A litestar guard: `Unauthorized` without the admin key, `Forbidden` with a tenant's."""
+def admin_guard(admin_key: str, billing: Billing) -> Callable[[Connection, BaseRouteHandler], Awaitable[None]]:
+    """A litestar guard: `Unauthorized` without an admin key, `Forbidden` with a tenant's or for a role's limits."""
     expected = hashlib.sha256(admin_key.encode()).digest()
 
-    def guard(connection: Connection, _: BaseRouteHandler) -> None:
+    async def guard(connection: Connection, _: BaseRouteHandler) -> None:  # on a thread `ACTOR` would be set for nobody
+        ACTOR.set("")
         given = bearer(connection)
         # Hashes of equal length are compared, so that the time it takes tells neither the key nor its length.
         if hmac.compare_digest(hashlib.sha256(given.encode()).digest(), expected):
+            ACTOR.set(BOOTSTRAP)
             return
-        if billing.authenticate(given) is not None:
+        key = billing.admin_by_secret(given) if len(given) <= MAX_KEY_LENGTH else None
+        if key is None and billing.authenticate(given) is not None:
             raise Forbidden("A tenant's key cannot use the admin API.")
-        raise Unauthorized("The admin key is not valid.", headers={"www-authenticate": "Bearer"})
+        if key is None:
+            raise Unauthorized("The admin key is not valid.", headers={"www-authenticate": "Bearer"})
+        ACTOR.set(key.actor)
+        path = connection.url.path.removeprefix(paths.ADMIN)
+        if not may(key.role, str(connection.scope.get("method", "")), path):
+            raise Forbidden(f"The role of this admin key, {key.role}, does not allow this.")
 
     return guard
+
+
+def may(role: Role, method: str, path: str) -> bool:
+    """Whether a role may make a call; `path` is behind the admin API's own."""
+    if role is Role.OWNER or method in READS:
+        return True
+    return role is Role.BILLING and MONEY.fullmatch(path) is not None and ".." not in path
+
+
+def noting(
+    billing: Billing, spawn: Callable[[Any], object]
+) -> Callable[[Request[Any, Any, Any], Exception], Response[ErrorBody]]:
+    """An exception handler that answers as every other, and writes down what a known admin was refused."""
+
+    def refused(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+        if request.method not in READS and ACTOR.get():
+            answer = api_error(error)
+            note = CommandRefused(
+                method=request.method,
+                path=request.url.path[:REASON_MAX],
+                status=answer.status,
+                code=answer.code or "",
+                reason=answer.message[:REASON_MAX],
+            )
+            spawn(asyncio.to_thread(billing.note_refused, note))  # with this context, so under the same actor
+        return handle(request, error)
+
+    return refused

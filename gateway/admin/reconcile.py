@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from typing import Annotated
 
 import msgspec
@@ -135,6 +135,22 @@ def _day_before(end_us: int) -> int:
     return max(0, end_us - DAY_US)
 
 
+def compare_books(admin: AdminState, start_us: int, end_us: int) -> Report:
+    """All books over a range, compared until they agree or have parted `ATTEMPTS` times; one comparison at a time.
+
+    Blocking, for seconds: call it on a thread. Raises `BadRequest` for a range with too much in it.
+    """
+    with admin.comparing:
+        report = _compare(admin, start_us, end_us)
+        for _ in range(ATTEMPTS - 1):
+            if report.ok:
+                break
+            time.sleep(PAUSE_S)
+            report = _compare(admin, start_us, end_us)
+    admin.compared(report)
+    return report
+
+
 def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
     """Read the books in the order in which tokens pass through them, and compare. Raises `BadRequest`."""
     start_us, end_us = hour_of(start_us), hour_of(end_us + HOUR_US - 1)
@@ -151,8 +167,9 @@ def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
         usage=admin.usage,
         spool_events=spooled,
         journal_totals=totals,
+        gateway=next((row.id for row in admin.gateways.all() if row.folder == admin.folder), ""),
         open_from_us=min((time for time in (before, after) if time is not None), default=None),
-        stripe=admin.exporter.totals if admin.exporter.configured else None,
+        stripe=admin.exporter.held if admin.exporter.configured else None,
     )
 
 
@@ -172,13 +189,7 @@ async def get_reconcile(
     start_us, end_us = parse_range(
         start, end, default_start=_day_before, default_end_us=admin.clock_us(), max_days=MAX_DAYS
     )
-    report = await admin.read(_compare, admin, start_us, end_us)
-    for _ in range(ATTEMPTS - 1):
-        if report.ok:
-            break
-        await asyncio.sleep(PAUSE_S)
-        report = await admin.read(_compare, admin, start_us, end_us)
-    return show_report(report)
+    return show_report(await admin.read(compare_books, admin, start_us, end_us))
 
 
 router = Router("/", route_handlers=[get_reconcile], tags=["reconcile"])

@@ -6,14 +6,20 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from litestar.di import NamedDependency
 
+from billing.alerts import Alerts
+from billing.audit import Audit
 from billing.gateways import Gateways
+from billing.meters import MeterExport
+from billing.reconcile import Report
 from billing.service import Billing
 from billing.stripe import StripeExporter
+from billing.webhooks import StripeWebhooks
 from engine.client import Engine
 from gateway.admin.kept import KeptReports
 from metering.clickhouse import UsageStore
@@ -28,9 +34,9 @@ R = TypeVar("R")
 class AdminState:
     """The parts of a gateway that an administrator may read and change.
 
-    `engine` is None where none runs (the command line without a server). `gateways` are all that write to this ledger;
-    `folder` tells which of them this is. `flush` waits at most so many seconds for settled usage to reach its stores,
-    and says whether it has.
+    `engine` is None where none runs (the command line without a server), `webhooks` without a secret. `gateways` are
+    all that write to this ledger; `folder` tells which of them this is. `flush` waits at most so many seconds for
+    settled usage to reach its stores, and says whether it has.
     """
 
     def __init__(
@@ -48,6 +54,10 @@ class AdminState:
         base_model: str,
         adapters_dir: Path,
         exporter: StripeExporter,
+        webhooks: StripeWebhooks | None,
+        meters: MeterExport,
+        alerts: Alerts,
+        audit: Audit,
         flush: Callable[[float], bool],
         clock_us: Callable[[], int],
     ) -> None:
@@ -63,19 +73,28 @@ class AdminState:
         self.base_model = base_model
         self.adapters_dir = adapters_dir.absolute()
         self.exporter = exporter
+        self.webhooks = webhooks
+        self.meters = meters
+        self.alerts = alerts
+        self.audit = audit
         self.flush = flush
         self.clock_us = clock_us
         self.reports = KeptReports()
         self.adapters_lock = threading.Lock()  # one change of a name at a time
+        self.comparing = threading.Lock()  # one reconciliation at a time: it reads everything
+        self.compared: Callable[[Report], None] = lambda _: None  # told of each comparison of all books
         # Reports are long queries: two at a time, and never on the threads that short calls wait for.
         self._readers = ThreadPoolExecutor(2, "admin-reader")
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def read(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run what reads the usage store on a thread kept for that."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(*args, **kwargs))
+        context = copy_context()  # so that the log has who asked
+        return await asyncio.get_running_loop().run_in_executor(
+            self._readers, lambda: context.run(work, *args, **kwargs)
+        )
 
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what outlives its request."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)

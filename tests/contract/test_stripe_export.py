@@ -35,7 +35,7 @@ from tests.doubles.stripe.faults import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 TENANT = Tenant(id='acme\'s "own"', name="Acme", currency="usd", created_us=1)
 MONTH_US = (1_793_491_200_000_000, 1_796_083_200_000_000)
-CALLS = 12  # of a first export of three lines: 4 look-ups, 2 makes, 1 list, 3 items, 1 check, 1 finalize
+CALLS = 13  # of a first export of three lines: 4 look-ups, 2 makes, 1 name, 1 list, 3 items, 1 check, 1 finalize
 CLASSES = list(TokenClass)
 
 
@@ -447,11 +447,19 @@ def test_an_invoice_that_contradicts_itself_is_not_sent(stripe_double: StripeDou
 # -- reading back -----------------------------------------------------------------------------------------------------
 
 
-def test_totals_are_read_back_and_what_is_gone_is_left_out(stripe_double: StripeDouble) -> None:
+def test_what_stripe_holds_is_read_back_and_what_is_gone_is_left_out(stripe_double: StripeDouble) -> None:
     results = {name: _export(stripe_double, _invoice(id=name)) for name in ("inv-1", "inv-2")}
     exported = [_invoice(id=name, stripe_invoice_id=result.stripe_invoice_id) for name, result in results.items()]
     client = stripe.StripeClient(stripe_double.api_key, base_addresses={"api": stripe_double.url})
     client.v1.invoices.void_invoice(results["inv-2"].stripe_invoice_id)
     gone = _invoice(id="inv-3", stripe_invoice_id="in_gone")
     never = _invoice(id="inv-4")
-    assert _exporter(stripe_double).totals([*exported, gone, never]) == {"inv-1": INVOICE.total_minor}
+    held = _exporter(stripe_double).held([*exported, gone, never])
+    assert {id: (one.status, one.total_minor, one.faults) for id, one in held.items()} == {
+        "inv-1": ("open", INVOICE.total_minor, ()),
+        "inv-2": ("void", INVOICE.total_minor, ()),
+    }
+    stripe_double.state.objects["invoiceitem"].popitem()
+    stripe_double.items(results["inv-2"].stripe_invoice_id)[0]["amount"] += 1
+    (faults,) = [one.faults for one in _exporter(stripe_double).held(exported[1:]).values()]
+    assert [fault.split(" ", 2)[2].split()[0] for fault in faults] == ["not", "at"]

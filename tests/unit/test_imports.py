@@ -25,7 +25,7 @@ SOLE_IMPORTERS = {  # a library that stays behind one door
     "torch": ("engine/", "kernels/"),
     "transformers": ("engine/",),
     "triton": ("kernels/",),
-    "stripe": ("billing/stripe.py",),
+    "stripe": ("billing/stripe.py", "billing/stripe_calls.py", "billing/meters.py", "billing/webhooks.py"),
     "clickhouse_connect": ("metering/clickhouse.py", "migrations/runner.py"),
     "sqlalchemy": ("billing/", "migrations/"),
     "alembic": ("migrations/",),

@@ -17,6 +17,7 @@ Kind = Literal[
     "reset_after",  # connection reset after the effect
     "hang_before",  # silence of `seconds`, then the effect: the key is in use meanwhile
     "hang_after",  # the effect, then silence of `seconds`
+    "key_mismatch",  # 400: our key was used with other parameters; nothing done. A call without one is not struck
 ]
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]  # Literal keeps its members there
 

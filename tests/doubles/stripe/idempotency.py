@@ -26,6 +26,16 @@ class _Entry(NamedTuple):
     answer: Answer | None  # None: still running
 
 
+def other_parameters(key: str) -> StripeFault:
+    """What a key gets that was used for something else."""
+    return StripeFault(
+        400,
+        f"Keys for idempotent requests can only be used with the same parameters they were first used with. "
+        f"Try using a key other than '{key}' if you meant to execute a different request.",
+        type="idempotency_error",
+    )
+
+
 class Keys:
     """Not thread-safe: the server's one lock guards it."""
 
@@ -42,12 +52,7 @@ class Keys:
             self._entries[key] = _Entry(call, self._clock.now(), None)
             return None
         if entry.call != call:
-            raise StripeFault(
-                400,
-                f"Keys for idempotent requests can only be used with the same parameters they were first used with. "
-                f"Try using a key other than '{key}' if you meant to execute a different request.",
-                type="idempotency_error",
-            )
+            raise other_parameters(key)
         if entry.answer is None:
             raise StripeFault(
                 409,

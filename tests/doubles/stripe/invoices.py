@@ -11,6 +11,7 @@ from tests.doubles.stripe.state import Object, Params, Route, State, created_wit
 
 MINIMUM_CHARGE = {"usd": 50, "eur": 50, "gbp": 30, "jpy": 50}  # smaller totals are not due now
 STATUSES = ("draft", "open", "paid", "uncollectible", "void")
+SHOWN_LINES = 10  # embedded in the invoice itself
 
 
 def create(state: State, params: Params) -> Object:
@@ -128,8 +129,9 @@ def recount(state: State, invoice: Object) -> None:
     total = sum(item["amount"] for item in items)
     invoice.update(subtotal=total, subtotal_excluding_tax=total, total=total, total_excluding_tax=total)
     invoice.update(amount_due=max(total, 0), amount_remaining=max(total, 0))
-    lines = [line(item) for item in items]
-    invoice["lines"] = page(lines, {}, f"/v1/invoices/{invoice['id']}/lines")
+    newest = [line(item) for item in items[-SHOWN_LINES:]]
+    shown = page(newest, {"limit": SHOWN_LINES}, f"/v1/invoices/{invoice['id']}/lines")
+    invoice["lines"] = {**shown, "has_more": len(items) > SHOWN_LINES}
 
 
 def line(item: Object) -> Object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import json
 import random
 import socket
@@ -17,9 +18,9 @@ from urllib.parse import urlsplit
 from tests.doubles.stripe import credit_notes, customers, invoices, items, meters, webhooks
 from tests.doubles.stripe.clock import Clock
 from tests.doubles.stripe.errors import StripeFault, missing
-from tests.doubles.stripe.faults import Fault
+from tests.doubles.stripe.faults import Fault, Kind
 from tests.doubles.stripe.forms import check, decode
-from tests.doubles.stripe.idempotency import Answer, Keys
+from tests.doubles.stripe.idempotency import Answer, Keys, other_parameters
 from tests.doubles.stripe.state import API_VERSION, Object, Route, State
 
 ROUTES: list[Route] = [
@@ -43,7 +44,7 @@ class Call(NamedTuple):
     key: str | None
 
 
-class _Dropped(Exception):
+class Dropped(Exception):
     """The connection is to be reset instead of answered."""
 
 
@@ -77,6 +78,10 @@ class StripeDouble:
         self._server.server_close()
         self._thread.join()
 
+    def drop(self) -> None:
+        """Close one that was never started: it was spoken to in process."""
+        self._server.server_close()
+
     def __enter__(self) -> StripeDouble:
         return self.start()
 
@@ -107,8 +112,13 @@ class StripeDouble:
 
     # -- one request ------------------------------------------------------------------------------------------
 
-    def answer(self, method: str, target: str, headers: Any, body: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body for a request. Raises `_Dropped` when a fault resets the connection."""
+    def answer(
+        self, method: str, target: str, headers: Any, body: str, strike: Kind | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body for a request, struck by `strike` or by what is in `faults`.
+
+        Raises `Dropped` when a fault resets the connection.
+        """
         url = urlsplit(target)
         key = headers.get("Idempotency-Key") if method == "POST" else None
         with self._lock:
@@ -122,6 +132,7 @@ class StripeDouble:
             with self._lock:
                 self.calls.append(Call(method, url.path, params, key))
                 fault = next((f for f in self.faults if f.strikes(method, url.path)), None)
+            fault = Fault(strike) if strike else fault
             status, shown = self._struck(fault, Call(method, url.path, params, key), request_id, extra)
         except StripeFault as refusal:
             status, shown = refusal.status, {**refusal.body()}
@@ -131,7 +142,7 @@ class StripeDouble:
             return status, extra | {"Content-Type": "text/html"}, b"<html><h1>Bad Gateway</h1></html>"
         if "error" in shown:
             shown["error"]["request_log_url"] = f"https://dashboard.stripe.com/test/logs/{request_id}"
-        return status, extra | {"Content-Type": "application/json"}, json.dumps(shown, indent=2).encode()
+        return status, extra | {"Content-Type": "application/json"}, json.dumps(shown).encode()
 
     def _authorized(self, headers: Any) -> None:
         scheme, _, given = (headers.get("Authorization") or "").partition(" ")
@@ -154,12 +165,14 @@ class StripeDouble:
         if kind == "rate_limit":
             raise StripeFault(429, "Too many requests", code="rate_limit")
         if kind == "reset_before":
-            raise _Dropped
+            raise Dropped
         if kind == "gateway_before":
             return 502, {"bad_gateway": True}
+        if kind == "key_mismatch" and (call.key or "").startswith("meterhouse-"):
+            raise other_parameters(call.key)
         status, shown = self._keyed(call, request_id, extra, fault)
         if kind == "reset_after":
-            raise _Dropped
+            raise Dropped
         if kind in ("gateway_after", "garbled_after"):
             return 502 if kind == "gateway_after" else 200, {"bad_gateway": True}
         if fault and kind == "hang_after":
@@ -186,7 +199,7 @@ class StripeDouble:
                 self._keys.keep(call.key, answer)
             elif call.key:
                 self._keys.drop(call.key)
-        return answer.status, json.loads(json.dumps(answer.body))
+        return answer.status, answer.body if answer.status == 200 else copy.deepcopy(answer.body)  # errors are added to
 
     def _route(self, call: Call) -> tuple[Route, tuple[str, ...]]:
         for route in ROUTES:
@@ -251,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length).decode("utf-8", "replace")
         try:
             status, headers, payload = self.server.double.answer(self.command, self.path, self.headers, body)
-        except _Dropped:
+        except Dropped:
             linger = struct.pack("ii", 1, 0)  # close with a reset, not an orderly end
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.connection.shutdown(socket.SHUT_RD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class State:
                     "object": "event",
                     "api_version": API_VERSION,
                     "created": self.clock.now(),
-                    "data": {"object": copy.deepcopy(thing)},
+                    "data": {"object": json.loads(json.dumps(thing))},
                     "livemode": False,
                     "pending_webhooks": 1,
                     "request": {"id": None, "idempotency_key": None},

@@ -9,6 +9,7 @@ import pytest
 
 from billing.errors import Invalid
 from billing.invoice import InvoiceStatus
+from billing.provider import ProviderInvoice
 from billing.reconcile import Chain, Difference, Report, Tokens
 from metering.counts import CountRow, hour_of
 
@@ -46,7 +47,7 @@ def test_books_that_agree_have_no_difference(house: Any) -> None:
     report = reconcile(
         house,
         journal_totals=journal((hour, 10, 4, 5)),
-        stripe=lambda invoices: {one.id: one.total_minor for one in invoices},
+        stripe=lambda invoices: {one.id: there(total_minor=one.total_minor) for one in invoices},
     )
     assert report.ok
     (row,) = report.rows
@@ -157,6 +158,15 @@ def test_hours_with_requests_under_way_are_not_compared_with_the_journal(house: 
     assert not reconcile(house, journal_totals=rows, open_from_us=hour + HOUR_US).ok
 
 
+def test_a_journal_is_of_one_gateway_among_others(house: Any) -> None:
+    mine, _ = house.use(prompt=10, completion=5), house.use(prompt=7, completion=1, gateway="other")
+    hour = hour_of(mine.ts_us)
+    assert reconcile(house, journal_totals=journal((hour, 10, 0, 5)), gateway="g").ok
+    assert reconcile(house, journal_totals=journal((hour, 17, 0, 6)), gateway="g").ok  # it had another name before
+    assert not reconcile(house, journal_totals=journal((hour, 11, 0, 5)), gateway="g").ok
+    assert not reconcile(house, journal_totals=journal((hour, 10, 0, 5)), gateway="third").ok
+
+
 def test_an_invoice_whose_lines_are_not_its_charges_is_told(house: Any) -> None:
     house.use()
     invoice = invoiced(house)
@@ -183,17 +193,53 @@ def test_late_usage_is_compared_with_the_invoice_it_came_on(house: Any) -> None:
     assert only(reconcile(house)).invoice_id == second.id
 
 
-def test_the_providers_total_is_compared_for_exported_invoices_of_the_period(house: Any) -> None:
+def there(**fields: Any) -> ProviderInvoice:
+    """What a provider holds."""
+    return ProviderInvoice(**{"id": "in_1", "status": "open", "total_minor": 7, **fields})
+
+
+def test_what_the_provider_holds_is_compared_for_exported_invoices_of_the_period(house: Any) -> None:
     house.use()
     invoice = house.billing.finalize_invoice(invoiced(house).id)
-    exported = msgspec.structs.replace(invoice, status=InvoiceStatus.EXPORTED, total_minor=7)
-    house.billing._books.invoices.by_id[invoice.id] = exported
+
+    def stand(status: InvoiceStatus) -> None:
+        house.billing._books.invoices.by_id[invoice.id] = msgspec.structs.replace(
+            invoice, status=status, total_minor=7, stripe_invoice_id="in_1"
+        )
+
+    def told(**fields: Any) -> Report:
+        return reconcile(house, stripe=lambda invoices: {one.id: there(**fields) for one in invoices})
+
+    stand(InvoiceStatus.EXPORTED)
     assert reconcile(house).ok  # not asked for
-    assert reconcile(house, stripe=lambda invoices: {one.id: 7 for one in invoices}).ok
-    assert only(reconcile(house, stripe=lambda invoices: {one.id: 8 for one in invoices})).right == "8"
+    assert told().ok
+    assert only(told(total_minor=8)).right == "in_1 total 8"
+    assert only(told(status="paid")).right == "in_1 status paid instead of open"
+    assert only(told(faults=("line x twice",))).right == "in_1 line x twice"
+    assert only(told(status="void")).invoice_id == invoice.id
     assert only(reconcile(house, stripe=lambda invoices: {})).right == "nothing"
+    for status, theirs in ((InvoiceStatus.PAID, "paid"), (InvoiceStatus.UNCOLLECTIBLE, "uncollectible")):
+        stand(status)
+        assert told(status=theirs).ok
+        assert not told().ok
     house.clock.now_us += 100 * HOUR_US
-    assert reconcile(house, stripe=lambda invoices: {one.id: 8 for one in invoices}).ok
+    assert told(total_minor=8).ok
+
+
+def test_an_invoice_that_is_void_here_must_be_void_there(house: Any) -> None:
+    house.use()
+    invoice = invoiced(house)
+    house.billing.void_invoice(invoice.id)
+    again = house.billing.draft_invoice(
+        "acme", invoice.period_start_us, invoice.period_end_us, usage=house.shelf, watermark_us=FOREVER
+    )
+    void = msgspec.structs.replace(house.billing.invoice(invoice.id), stripe_invoice_id="in_1")
+    house.billing._books.invoices.by_id[invoice.id] = void
+    assert reconcile(house, stripe=lambda invoices: {}).ok
+    assert reconcile(house, stripe=lambda invoices: {void.id: there(status="void")}).ok
+    difference = only(reconcile(house, stripe=lambda invoices: {void.id: there()}))
+    assert (difference.left, difference.right) == ("void", "in_1 status open")
+    assert again.total_minor == invoice.total_minor
 
 
 def test_the_period_is_checked_and_widened_to_whole_hours(house: Any) -> None:

@@ -1,0 +1,213 @@
+"""What a server watches and carries besides serving: alerts, the hourly comparison of all books, Stripe's meters.
+
+Knows: what is looked at how often, and which finding is which alert. Does not know how anything is compared, sent or
+kept. Every round may run in several gateways, and be killed anywhere: what must not happen twice is kept from that in
+the ledger's database (`billing.duties`, an alert's cause).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from billing.alerts import AlertKind, Alerts
+from billing.audit import Audit
+from billing.errors import ExportError
+from billing.invoice import Invoice
+from billing.meters import MeterExport, Progress
+from billing.reconcile import Report
+from billing.stripe import StripeExporter
+from billing.webhooks import StripeWebhooks
+from gateway.admin import AdminState
+from gateway.admin.reconcile import compare_books
+from gateway.admin.times import format_time
+from gateway.alerting import Delivery, signer
+from gateway.rounds import Round
+from gateway.settings import Settings, SettingsError
+from gateway.stores import Stores
+from gateway.telemetry import Telemetry
+from metering.counts import HOUR_US, hour_of
+
+FEED_S = 2.0
+DELIVERY_S = 2.0
+LAG_S = 15.0
+METERS_S = 10.0
+FIRST_COMPARISON_S = 60.0
+COMPARED_US = 26 * HOUR_US  # each comparison is of the last day and a little
+DAY_US = 24 * HOUR_US
+IDS_TOLD = 20
+
+
+def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int]) -> dict[str, Any]:
+    """What the admin API needs of the ways to Stripe and to the operator. Raises `SettingsError`."""
+    if settings.alert_url is not None:
+        try:
+            signer(settings.alert_secret or "")
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    exporter = StripeExporter(settings.stripe_api_key, settings.stripe_api_base)
+    meters = MeterExport(stores.events, stores.billing, exporter, holder=stores.folder, clock_us=clock_us)
+    alerts = Alerts(stores.events, sends=settings.alert_url is not None)
+    metered = settings.export_mode == "meter"
+    exporter.refusal = lambda invoice: meters.refusal(invoice, metered=metered)
+    exporter.on_failure = lambda invoice, error: export_failed(alerts, invoice, error, clock_us())
+    secrets = [part.strip() for part in (settings.stripe_webhook_secret or "").split(",") if part.strip()]
+    webhooks = StripeWebhooks(stores.billing, exporter, secrets) if secrets else None
+    return {
+        "exporter": exporter,
+        "webhooks": webhooks,
+        "meters": meters,
+        "alerts": alerts,
+        "audit": Audit(stores.events),
+    }
+
+
+def export_failed(alerts: Alerts, invoice: Invoice, error: ExportError, now_us: int) -> None:
+    """An invoice did not get to Stripe: one alert an hour."""
+    data = {"invoice": invoice.id, "tenant": invoice.tenant, "reason": str(error)}
+    alerts.tell(AlertKind.EXPORT_FAILED, f"export:{invoice.id}:{now_us // HOUR_US}", data, now_us)
+
+
+class Watch:
+    """All rounds of one gateway. `stop` it before the stores close."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        stores: Stores,
+        admin: AdminState,
+        telemetry: Telemetry,
+        clock_us: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._stores = stores
+        self._admin = admin
+        self._alerts = admin.alerts
+        self._telemetry = telemetry
+        self._clock_us = clock_us
+        self._ending = threading.Event()
+        admin.compared = self.compared
+        telemetry.sample_with(self._sample)
+        telemetry["meterhouse_reconcile_timestamp_seconds"].set(0)
+        self.rounds = [Round("alert-feed", self._follow, FEED_S), Round("spool-lag", self._look_at_spool, LAG_S)]
+        if settings.alert_url is not None:
+            self.rounds.append(Round("alert-delivery", self._delivery(settings.alert_url).run, DELIVERY_S))
+        if settings.reconcile_every_s > 0:
+            first_s = min(FIRST_COMPARISON_S, settings.reconcile_every_s)
+            self.rounds.append(Round("reconcile", self._compare, settings.reconcile_every_s, first_s=first_s))
+        if settings.export_mode == "meter":
+            self.rounds.append(Round("meters", self._meter, METERS_S))
+
+    def start(self) -> None:
+        for each in self.rounds:
+            each.start()
+
+    def stop(self) -> None:
+        """Returns when no round is under way; again does nothing."""
+        self._ending.set()
+        for each in self.rounds:
+            each.end()
+        for each in self.rounds:
+            each.stop()
+
+    def compared(self, report: Report) -> None:
+        """All books were compared, by the clock or because somebody asked."""
+        self._telemetry["meterhouse_reconcile_differences"].set(len(report.differences))
+        self._telemetry["meterhouse_reconcile_timestamp_seconds"].set(self._clock_us() // 1_000_000)
+        if not report.ok:
+            self._tell_difference(report)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _delivery(self, url: str) -> Delivery:
+        secret = self._settings.alert_secret or ""
+        return Delivery(
+            self._stores.events,
+            self._alerts,
+            url,
+            secret,
+            holder=self._stores.folder,
+            clock_us=self._clock_us,
+            stopping=self._ending.is_set,
+        )
+
+    def _follow(self) -> None:
+        self._alerts.follow(self._stores.folder, self._clock_us(), self._stores.billing.suspended_tenants)
+
+    def _look_at_spool(self) -> None:
+        """Settlements that wait too long for a store: one alert an hour and store."""
+        now_us = self._clock_us()
+        for drain in (self._stores.recorder, self._stores.shipper):
+            oldest_us = self._stores.spool.oldest_unacked_us(drain.consumer)
+            if oldest_us is None or now_us - oldest_us < self._settings.alert_spool_lag_s * 1_000_000:
+                continue
+            data = {
+                "gateway": self._settings.gateway_id,
+                "consumer": drain.consumer,
+                "oldest": format_time(oldest_us),
+                "events": self._stores.spool.count(drain.consumer),
+                "reason": drain.last_error or "",
+            }
+            cause = f"lag:{self._stores.folder}:{drain.consumer}:{now_us // HOUR_US}"
+            self._alerts.tell(AlertKind.SPOOL_LAG, cause, data, now_us)
+
+    def _compare(self) -> None:
+        """The hours that are over and of which every gateway has stored everything: nothing of them is on its way."""
+        stored_us = [row.watermark_us for row in self._admin.gateways.all()]
+        end_us = hour_of(min([self._clock_us(), *stored_us]))
+        if end_us > 0:
+            compare_books(self._admin, max(0, end_us - COMPARED_US), end_us)
+
+    def _tell_difference(self, report: Report) -> None:
+        """The same difference is one alert a day, however often it is found."""
+        told = [
+            {
+                "between": one.between,
+                "tenant": one.tenant,
+                "model": one.model,
+                "hour": None if one.hour_us is None else format_time(one.hour_us),
+                "invoice": one.invoice_id,
+                "left": one.left,
+                "right": one.right,
+                "event_ids": one.event_ids,
+            }
+            for one in report.differences[:IDS_TOLD]
+        ]
+        now_us = self._clock_us()
+        parts = hashlib.sha256(repr(report.differences).encode()).hexdigest()
+        cause = f"reconcile:{self._stores.folder}:{now_us // DAY_US}:{parts}"
+        data = {"gateway": self._settings.gateway_id, "count": len(report.differences), "differences": told}
+        self._alerts.tell(AlertKind.RECONCILE, cause, data, now_us)
+
+    def _meter(self) -> None:
+        """Deliver to Stripe's meters. What was put aside, and that it cannot go on, is an alert."""
+        now_us = self._clock_us()
+        try:
+            progress = self._admin.meters.run(stopping=self._ending.is_set)
+        except ExportError as error:
+            data = {"gateway": self._settings.gateway_id, "reason": str(error)}
+            self._alerts.tell(AlertKind.EXPORT_FAILED, f"meters:{now_us // HOUR_US}", data, now_us)
+            raise
+        if progress is not None:
+            self._metered(progress, now_us)
+
+    def _metered(self, progress: Progress, now_us: int) -> None:
+        for outcome, count in (("delivered", progress.delivered), ("put_aside", progress.put_aside)):
+            if count:
+                self._telemetry["meterhouse_meter_events_total"].labels(outcome).inc(count)
+        if progress.put_aside:
+            rejects = self._admin.meters.rejects(IDS_TOLD)
+            data = {
+                "put_aside": self._admin.meters.reject_count(),
+                "events": [
+                    {"identifier": one.unit.identifier, "event": one.unit.event_id, "reason": one.reason}
+                    for one in rejects
+                ],
+            }
+            self._alerts.tell(AlertKind.EXPORT_FAILED, f"meters-aside:{progress.done_seq}", data, now_us)
+
+    def _sample(self) -> None:
+        for state, count in self._alerts.counts().items():
+            self._telemetry["meterhouse_alerts"].labels(state).set(count)

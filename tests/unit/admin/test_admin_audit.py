@@ -1,0 +1,183 @@
+"""Who may do what, who did what, and who was refused what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from litestar.routes import HTTPRoute
+
+from billing.admins import Role
+from gateway import paths
+from gateway.admin.guard import READS, may
+from tests.unit.admin.conftest import World
+
+
+class As:
+    """The API as one admin key has it."""
+
+    def __init__(self, world: World, secret: str) -> None:
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(world.app),
+            base_url="http://test/admin/v1",
+            headers={"authorization": f"Bearer {secret}"},
+        )
+
+    async def status(self, method: str, path: str, body: Any = None, **headers: str) -> int:
+        return (await self.client.request(method, path, json=body, headers=headers)).status_code
+
+
+async def made(world: World, name: str, role: str) -> tuple[dict[str, Any], As]:
+    key = await world.post("/admin-keys", {"name": name, "role": role})
+    return key, As(world, key["key"])
+
+
+async def audit(world: World, **query: Any) -> list[dict[str, Any]]:
+    await asyncio.gather(*world.state._tasks)  # what was refused is written down behind the answer
+    found: list[dict[str, Any]] = (await world.get("/audit", **query))["data"]
+    return found
+
+
+PRICE = {"model": "*", "currency": "usd", "per_million": {"prompt": "1", "cached": "1", "completion": "1"}}
+TENANT = {"id": "acme", "name": "Acme"}
+
+
+async def test_roles_bound_what_a_key_may_change(world: World) -> None:
+    await world.tenant("acme")
+    owner, billing, reader = [(await made(world, role, role))[1] for role in Role]
+    calls = [
+        ("POST", "/tenants", {"name": "New"}),
+        ("POST", "/admin-keys", {"name": "x", "role": "owner"}),
+        ("POST", "/tenants/acme/keys", {"name": "k"}),
+        ("POST", "/prices", PRICE),
+        ("POST", "/tenants/acme/credits", {"amount": "1", "currency": "usd", "reason": "r"}),
+        ("GET", "/audit", None),
+        ("GET", "/tenants", None),
+    ]
+    assert [await owner.status(*call) for call in calls] == [201, 201, 201, 201, 201, 200, 200]
+    assert [await billing.status(*call) for call in calls] == [403, 403, 403, 201, 201, 200, 200]
+    assert [await reader.status(*call) for call in calls] == [403, 403, 403, 403, 403, 200, 200]
+
+
+async def test_a_route_is_for_owners_until_somebody_opens_it(world: World) -> None:
+    """The whole table: what the role billing may change, and nothing that only reads."""
+    changes = {
+        (method, route.path.removeprefix(paths.ADMIN))
+        for route in world.app.routes
+        if isinstance(route, HTTPRoute)
+        for method in route.methods
+        if method not in READS
+    }
+    opened = {(method, path) for method, path in changes if may(Role.BILLING, method, path)}
+    assert {path.split("/")[1] for _, path in opened} <= {
+        *("prices", "invoices", "usage", "tenants", "alerts", "meters", "stripe", "margin", "budgets"),
+        *("grants", "credits"),
+    }
+    for closed in ("/tenants", "/tenants/{tenant_id:str}", "/tenants/{tenant_id:str}/keys", "/admin-keys"):
+        assert not [method for method, path in opened if path == closed]
+    assert all(may(Role.OWNER, method, path) for method, path in changes)
+    assert not [path for method, path in changes if may(Role.READ_ONLY, method, path)]
+
+
+@pytest.mark.parametrize(
+    "path", ["/prices/../tenants", "/invoicesx", "/tenants/a/b/credits", "//prices", "/tenants/a/keys"]
+)
+def test_a_path_that_only_looks_like_money_is_closed(path: str) -> None:
+    assert not may(Role.BILLING, "POST", path)
+
+
+async def test_who_did_it_is_in_the_log_with_and_without_an_idempotency_key(world: World) -> None:
+    key, anna = await made(world, "anna", "owner")
+    await anna.status("POST", "/tenants", {"id": "one", "name": "One"})
+    await anna.status("POST", "/tenants", {"id": "two", "name": "Two"}, **{"idempotency-key": "k1"})
+    await world.post("/tenants", {"id": "three", "name": "Three"})
+    found = await audit(world, kind="tenant.created")
+    assert [(one["detail"]["tenant"]["id"], one["actor"], one["actor_name"]) for one in found] == [
+        ("three", "admin", None),
+        ("two", f"admin:{key['id']}", "anna"),
+        ("one", f"admin:{key['id']}", "anna"),
+    ]
+    assert [one["detail"]["tenant"]["id"] for one in await audit(world, actor=f"admin:{key['id']}")] == ["two", "one"]
+    assert await audit(world, actor="nobody") == []
+
+
+async def test_what_was_refused_is_written_down_under_who_wanted_it(world: World) -> None:
+    key, reader = await made(world, "eve", "read_only")
+    await reader.status("POST", "/tenants", TENANT)
+    await world.tenant("acme", price=None)
+    await world.post("/tenants", TENANT, expect=409)
+    await world.post("/prices", {"model": "*"}, expect=400)
+    await reader.status("GET", "/tenants/nobody")  # reading is no command
+    stranger = As(world, "mh-admin-nobody")
+    assert await stranger.status("POST", "/tenants", TENANT) == 401  # nobody grows the ledger from outside
+    found = await audit(world, kind="admin.refused")
+    assert [(one["actor"], one["detail"]["status"], one["detail"]["path"]) for one in reversed(found)] == [
+        (f"admin:{key['id']}", 403, "/admin/v1/tenants"),
+        ("admin", 409, "/admin/v1/tenants"),
+        ("admin", 400, "/admin/v1/prices"),
+    ]
+    assert "role" in found[-1]["detail"]["reason"]
+
+
+async def test_a_key_is_shown_once_hashed_at_rest_and_revoked_for_good(world: World) -> None:
+    key, anna = await made(world, "anna", "owner")
+    rows = world.stores.events.read(0, 1000)
+    assert not [row for row in rows if key["key"] in f"{row.payload}{row.result}"]
+    (shown,) = (await world.get("/admin-keys"))["data"]
+    assert (shown["key"], shown["prefix"], shown["role"]) == (None, key["key"][:13], "owner")
+    assert not [one for one in await audit(world) if "secret" in str(one["detail"])]
+    assert await anna.status("GET", "/tenants") == 200
+    await world.call("DELETE", f"/admin-keys/{key['id']}", expect=204)
+    assert await anna.status("GET", "/tenants") == 401
+    await world.call("DELETE", f"/admin-keys/{key['id']}", expect=204)
+    await world.call("DELETE", "/admin-keys/nobody", expect=404)
+    await world.post("/admin-keys", {"name": "x", "role": "king"}, expect=400)
+    replayed = [
+        await world.post("/admin-keys", {"name": "a", "role": "billing"}, headers={"idempotency-key": "k"})
+        for _ in range(2)
+    ]
+    assert (replayed[0]["id"], replayed[1]["key"]) == (replayed[1]["id"], None)
+
+
+async def test_a_key_opens_the_next_server_too(world: World) -> None:
+    key, _ = await made(world, "anna", "billing")
+    from billing.service import Billing
+
+    again = Billing(world.stores.events, base_model="base")
+    found = again.admin_by_secret(key["key"])
+    assert found is not None
+    assert (found.name, found.role) == ("anna", Role.BILLING)
+    assert again.admin_by_secret("mh-admin-\ud800") is None
+
+
+async def test_the_audit_is_paged_by_time_type_and_actor_and_has_no_charges(world: World) -> None:
+    await world.tenant("acme")
+    world.request("acme")
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    for number in range(5):
+        world.clock.us += 1_000_000
+        await world.post("/tenants", {"id": f"t{number}", "name": "T"})
+    everything = await audit(world)
+    assert "usage.rated" not in {one["type"] for one in everything}
+    first = await world.get("/audit", limit=3)
+    second = await world.get("/audit", limit=100, after=first["next"])
+    assert [one["event"] for one in first["data"] + second["data"]] == [one["event"] for one in everything]
+    assert {one["type"] for one in await audit(world, kind="price.*")} == {"price.set"}
+    late = await audit(world, start=everything[1]["at"])
+    assert [one["event"] for one in late] == [one["event"] for one in everything[:2]]
+    assert await audit(world, kind="tenant.%") == []
+    await world.get("/audit", after="x", expect=400)
+    await world.get("/audit", start="x", expect=400)
+    plan = str(await asyncio.to_thread(_plan, world))
+    assert "events_decided" in plan
+
+
+def _plan(world: World) -> list[Any]:
+    sql = (
+        "EXPLAIN QUERY PLAN SELECT seq FROM events WHERE type NOT IN ('usage.rated', 'usage.unrated') "
+        "ORDER BY seq DESC LIMIT 10"
+    )
+    with world.stores.events.connected() as connection:
+        return list(connection.exec_driver_sql(sql))

@@ -1,0 +1,324 @@
+"""What a server watches: Stripe's messages, drift, the hourly comparison, alerts, meters; over real stores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import stripe
+from litestar import Litestar
+from litestar.di import Provide
+
+from billing.alerts import AlertKind
+from billing.errors import ExportError
+from billing.webhooks import StripeWebhooks
+from gateway.admin import reconcile
+from gateway.errors import handle
+from gateway.settings import Settings, SettingsError
+from gateway.telemetry import Telemetry
+from gateway.watch import Watch, export_failed, money_parts
+from gateway.webhooks import MAX_BYTES, StripeDoor, stripe_webhook
+from tests.doubles.stripe import Fault, StripeDouble
+from tests.doubles.stripe.webhooks import signature
+from tests.unit.admin.conftest import World
+
+SECRET = "whsec_double"
+
+
+class Door:
+    """The endpoint as Stripe has it."""
+
+    def __init__(self, world: World, *, configured: bool = True) -> None:
+        hooks = StripeWebhooks(world.stores.billing, world.state.exporter, (SECRET,)) if configured else None
+        self.telemetry = Telemetry("m", "0")
+        door = StripeDoor(hooks, self.telemetry)
+        app = Litestar(
+            [stripe_webhook],
+            dependencies={"stripe_door": Provide(lambda: door, sync_to_thread=False)},
+            exception_handlers={Exception: handle},
+            signature_types=[StripeDoor],
+            openapi_config=None,
+            logging_config=None,
+        )
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+    async def send(self, event: dict[str, Any] | bytes, *, secret: str = SECRET, age_s: int = 0) -> httpx.Response:
+        raw = event if isinstance(event, bytes) else json.dumps(event).encode()
+        headers = {"stripe-signature": signature(raw, secret, int(time.time()) - age_s)}
+        return await self.client.post("/webhooks/stripe", content=raw, headers=headers)
+
+
+async def exported(world: World) -> dict[str, Any]:
+    """An invoice at Stripe, for an hour that is over."""
+    await world.tenant(price={"prompt": "100000", "cached": "1", "completion": "100000"})
+    await world.post("/tenants/acme/credits", {"amount": "1000", "currency": "usd", "reason": "test"})
+    start = world.clock.us // 1_000_000
+    world.request("acme")
+    world.later(3600)
+    body = {"tenant": "acme", "period_start": start, "period_end": start + 3600}
+    invoice = await world.post("/invoices", body)
+    await world.post(f"/invoices/{invoice['id']}/finalize", expect=200)
+    found: dict[str, Any] = await world.post(f"/invoices/{invoice['id']}/export", expect=200)
+    return found
+
+
+def at_stripe(double: StripeDouble) -> Any:
+    return stripe.StripeClient(double.api_key, base_addresses={"api": double.url}).v1.invoices
+
+
+async def test_a_message_moves_the_invoice_and_is_never_a_500(world: World, stripe_double: StripeDouble) -> None:
+    invoice = await exported(world)
+    at_stripe(stripe_double).pay(invoice["stripe_invoice_id"])
+    (paid,) = [event for event in stripe_double.state.events if event["type"] == "invoice.paid"]
+    door = Door(world)
+    stripe_double.faults.append(Fault("error_before", "GET /v1/invoices/.*"))
+    answers = [
+        await door.send(paid),  # Stripe cannot be asked
+        await door.send(paid),
+        await door.send(paid),
+        await door.send({**paid, "id": "evt_new", "type": "something.new", "data": {"object": {}}}),
+        await door.send({**paid, "id": "evt_odd", "data": {"object": {"object": "invoice", "id": 7, "metadata": []}}}),
+        await door.send(paid, secret="whsec_wrong"),
+        await door.send(paid, age_s=400),
+        await door.send(paid, age_s=-400),
+        await door.send(b"\xff\xfe"),
+        await door.send(b"[]"),
+        await door.client.post("/webhooks/stripe", content=b"{}"),
+        await door.client.post("/webhooks/stripe", content=b" " * (MAX_BYTES + 1)),
+    ]
+    assert [answer.status_code for answer in answers] == [503, 200, 200, 200, 200, 400, 400, 400, 400, 400, 400, 413]
+    assert [answer.json()["outcome"] for answer in answers[1:5]] == ["moved", "duplicate", "unchanged", "unchanged"]
+    assert all(set(answer.json()) == {"error"} for answer in answers[5:])
+    assert (await world.get(f"/invoices/{invoice['id']}"))["status"] == "paid"
+    counted = door.telemetry.exposition().decode()
+    for outcome, times in (("moved", 1), ("duplicate", 1), ("unchanged", 2), ("refused", 6), ("again", 1)):
+        assert f'meterhouse_webhooks_total{{outcome="{outcome}"}} {times}.0' in counted
+    assert (await Door(world, configured=False).send(paid)).status_code == 404
+
+
+async def test_drift_is_found_with_its_ids_and_made_up(world: World, stripe_double: StripeDouble) -> None:
+    invoice = await exported(world)
+    query = {"start": invoice["period_start"], "end": invoice["period_end"]}
+    assert (await world.get("/reconcile", **query))["ok"]
+    at_stripe(stripe_double).pay(invoice["stripe_invoice_id"])
+    report = await world.get("/reconcile", **query)
+    (difference,) = report["differences"]
+    assert (difference["invoice"], difference["between"]) == (invoice["id"], "invoice and payment provider")
+    assert difference["right"] == f"{invoice['stripe_invoice_id']} status paid instead of open"
+    moved = await world.call("PATCH", "/stripe/invoices")
+    assert [(one["id"], one["status"]) for one in moved["data"]] == [(invoice["id"], "paid")]
+    assert (await world.get("/reconcile", **query))["ok"]
+
+
+def watching(world: World, **settings: Any) -> tuple[Watch, Telemetry]:
+    telemetry = Telemetry("m", "0")
+    changed = msgspec.structs.replace(world.settings, **settings)
+    return Watch(changed, world.stores, world.state, telemetry, world.clock), telemetry
+
+
+async def alerts(world: World) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await world.get("/alerts"))["data"]
+    return found
+
+
+async def test_the_books_compare_themselves_and_a_difference_is_one_alert(
+    world: World, stripe_double: StripeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "PAUSE_S", 0.0)
+    watch, telemetry = watching(world)
+    invoice = await exported(world)
+    world.later(3600)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch._compare)
+    assert "meterhouse_reconcile_differences 0.0" in telemetry.exposition().decode()
+    assert await alerts(world) == []
+    at_stripe(stripe_double).void_invoice(invoice["stripe_invoice_id"])
+    for _ in range(2):
+        await asyncio.to_thread(watch._compare)
+    shown = telemetry.exposition().decode()
+    assert "meterhouse_reconcile_differences 1.0" in shown
+    (stamp,) = [line for line in shown.splitlines() if line.startswith("meterhouse_reconcile_timestamp_seconds ")]
+    assert float(stamp.split()[1]) == world.clock.us // 1_000_000
+    (alert,) = await alerts(world)
+    assert (alert["kind"], alert["state"]) == (AlertKind.RECONCILE, "kept")
+    (told,) = alert["message"]["data"]["differences"]
+    assert (told["invoice"], told["tenant"]) == (invoice["id"], "acme")
+    world.later(86_400)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch._compare)  # another day
+    assert len(await alerts(world)) == 2
+    world.later(86_400)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch._compare)  # the invoice's hour is out of the range now
+    assert len(await alerts(world)) == 2
+
+
+async def test_comparisons_wait_for_each_other(world: World) -> None:
+    running: list[int] = []
+    most: list[int] = []
+    reads = world.state.journal.totals
+
+    def slow(*args: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return reads(*args)
+
+    world.state.journal.totals = slow  # type: ignore[method-assign]
+    try:
+        await asyncio.gather(*(world.get("/reconcile") for _ in range(4)))
+    finally:
+        del world.state.journal.totals  # type: ignore[attr-defined]
+    assert len(most) >= 4
+    assert max(most) == 1
+
+
+async def test_a_spool_that_lags_is_an_alert_an_hour(world: World) -> None:
+    watch, _ = watching(world, alert_spool_lag_s=60.0)
+    await world.tenant()
+    world.stores.shipper._sink = _down  # type: ignore[method-assign]
+    world.request("acme")
+    watch._look_at_spool()
+    assert await alerts(world) == []
+    world.later(61)
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    for _ in range(3):
+        watch._look_at_spool()
+    (alert,) = await alerts(world)
+    assert alert["kind"] == AlertKind.SPOOL_LAG
+    assert {name: alert["message"]["data"][name] for name in ("consumer", "events", "gateway")} == {
+        "consumer": "clickhouse",
+        "events": 1,
+        "gateway": "gw0",
+    }
+    world.later(3600)
+    watch._look_at_spool()
+    assert len(await alerts(world)) == 2
+    world.stores.shipper._sink = world.stores.usage.insert  # type: ignore[method-assign]
+
+
+def _down(_: object) -> None:
+    raise OSError("down")
+
+
+async def test_an_export_that_fails_is_an_alert(world: World, stripe_double: StripeDouble) -> None:
+    invoice = await exported(world)
+    assert await alerts(world) == []
+    world.clock.us += 1
+    start = world.clock.us // 1_000_000 + 1
+    world.clock.us = start * 1_000_000
+    world.request("acme")
+    world.later(3600)
+    second = await world.post("/invoices", {"tenant": "acme", "period_start": start, "period_end": start + 3600})
+    await world.post(f"/invoices/{second['id']}/finalize", expect=200)
+    stripe_double.faults.append(Fault("reset_before", times=3))
+    for status in (502, 200):
+        await world.post(f"/invoices/{second['id']}/export", expect=status)
+    (alert,) = await alerts(world)
+    assert (alert["kind"], alert["message"]["data"]["invoice"]) == (AlertKind.EXPORT_FAILED, second["id"])
+    assert second["id"] != invoice["id"]
+    export_failed(world.state.alerts, world.stores.billing.invoice(second["id"]), ExportError("x"), world.clock.us)
+    assert len(await alerts(world)) == 1  # one an hour
+
+
+async def test_suspension_and_failed_payments_are_alerts(world: World, stripe_double: StripeDouble) -> None:
+    watch, _ = watching(world)
+    watch._follow()
+    invoice = await exported(world)
+    made = stripe_double.invoices()[0]
+    made["attempt_count"] = 1
+    stripe_double.state.touch(made, "invoice.payment_failed")
+    await Door(world).send(stripe_double.state.events[-1])
+    await world.call("PATCH", "/tenants/acme", {"status": "suspended"})
+    for _ in range(2):
+        watch._follow()
+    found = {alert["kind"]: alert["message"]["data"] for alert in await alerts(world)}
+    assert set(found) == {AlertKind.PAYMENT_FAILED, AlertKind.SUSPENDED}
+    assert (found[AlertKind.PAYMENT_FAILED]["invoice_id"], found[AlertKind.PAYMENT_FAILED]["attempt"]) == (
+        invoice["id"],
+        1,
+    )
+    assert (found[AlertKind.SUSPENDED]["tenant"], found[AlertKind.SUSPENDED]["by"]) == ("acme", "admin")
+
+
+async def test_meters_instead_of_invoices(world: World, stripe_double: StripeDouble) -> None:
+    settings = msgspec.structs.replace(world.settings, export_mode="meter")
+    world.state.exporter = money_parts(settings, world.stores, world.clock)["exporter"]
+    watch, telemetry = watching(world, export_mode="meter")
+    stripe_double.clock.freeze(world.clock.us // 1_000_000)
+    assert (await world.get("/meters"))["begun_at"] is None
+    watch._meter()
+    await world.tenant(price={"prompt": "100000", "cached": "1", "completion": "100000"})
+    start = world.clock.us // 1_000_000
+    event = world.request("acme", prompt=10, cached=2, completion=5)
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    watch._meter()
+    facts = {fact["identifier"]: fact["payload"]["value"] for fact in stripe_double.state.all("metered")}
+    assert facts == {
+        f"{event.event_id}:{kind}": n for kind, n in (("prompt", "8"), ("cached", "2"), ("completion", "5"))
+    }
+    assert 'meterhouse_meter_events_total{outcome="delivered"} 3.0' in telemetry.exposition().decode()
+    shown = await world.get("/meters")
+    assert (shown["put_aside"], shown["done_event"] > shown["from_event"]) == (0, True)
+    world.later(3600)
+    invoice = await world.post("/invoices", {"tenant": "acme", "period_start": start, "period_end": start + 3600})
+    await world.post(f"/invoices/{invoice['id']}/finalize", expect=200)
+    refused = await world.post(f"/invoices/{invoice['id']}/export", expect=409)
+    assert "meters" in refused["error"]["message"]
+    assert stripe_double.invoices() == []
+    await world.post(f"/invoices/{invoice['id']}/void", expect=200)  # nothing was sent
+
+
+async def test_what_stripe_never_takes_is_an_alert_that_names_it(world: World, stripe_double: StripeDouble) -> None:
+    watch, _ = watching(world, export_mode="meter")
+    stripe_double.clock.freeze(world.clock.us // 1_000_000)
+    watch._meter()
+    await world.tenant()
+    event = world.request("acme", cached=0, completion=0)
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    world.later(86_400 * 36)
+    stripe_double.clock.freeze(world.clock.us // 1_000_000)
+    watch._meter()
+    (alert,) = await alerts(world)
+    (named,) = alert["message"]["data"]["events"]
+    assert (alert["kind"], named["event"]) == (AlertKind.EXPORT_FAILED, event.event_id)
+    (aside,) = (await world.get("/meters/events"))["data"]
+    assert (aside["event_id"], aside["state"], aside["quantity"]) == (event.event_id, "refused", 10)
+    left = await world.call("PATCH", f"/meters/events/{aside['identifier']}", {"send": False})
+    assert left["identifier"] == aside["identifier"]
+    assert (await world.get("/meters/events"))["data"][0]["state"] == "left"
+    await world.call("PATCH", "/meters/events/e1:prompt", {"send": True}, expect=404)
+
+
+async def test_all_rounds_run_and_end(world: World) -> None:
+    watch, _ = watching(world, export_mode="meter", alert_url="http://127.0.0.1:9/", alert_secret=_secret())
+    watch.start()
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(watch.stop)
+    await asyncio.to_thread(watch.stop)
+    assert {each.name for each in watch.rounds} == {
+        "alert-feed",
+        "alert-delivery",
+        "spool-lag",
+        "reconcile",
+        "meters",
+    }
+    quiet, _ = watching(world, reconcile_every_s=0.0)
+    assert [each.name for each in quiet.rounds] == ["alert-feed", "spool-lag"]
+
+
+def _secret() -> str:
+    return "whsec_" + "a" * 44
+
+
+@pytest.mark.parametrize("secret", [None, "whsec_short", "x"])
+def test_a_url_without_a_secret_stops_the_start(world: World, secret: str | None) -> None:
+    settings: Settings = msgspec.structs.replace(world.settings, alert_url="http://x/", alert_secret=secret)
+    with pytest.raises(SettingsError, match="alert_secret"):
+        money_parts(settings, world.stores, world.clock)
