@@ -31,6 +31,7 @@ from engine.types import (
     AdapterRef,
     ChoiceDelta,
     EngineConfig,
+    EngineError,
     EngineUnavailable,
     Finish,
     Guide,
@@ -141,7 +142,8 @@ class LLM:
     ) -> list[Completion]:
         """Completions in the order of `prompts` (text or token ids), computed together.
 
-        `params` and `adapter` are one for all or one for each. Raises an `EngineError` (or `ValueError` for what is
+        `params` and `adapter` are one for all or one for each; in `params` lists do for tuples, one text for a list of
+        one, and a schema may be a dict. Raises an `EngineError` (or `ValueError` for what is
         no text) when one of the prompts cannot be served; then nothing is computed. Only what shows later, such as a
         grammar that cannot be compiled, is its own completion's `error`. Ctrl-C ends the batch between two steps and
         leaves the model ready for the next.
@@ -153,8 +155,8 @@ class LLM:
             for number, (prompt, sampling, ref) in enumerate(
                 zip(
                     asked,
-                    _each(params or SamplingParams(), len(asked), "params"),
-                    _each(adapter, len(asked), "adapter"),
+                    _sampling(params or SamplingParams(), len(asked)),
+                    _adapters(adapter, len(asked)),
                     strict=True,
                 )
             )
@@ -202,6 +204,9 @@ class LLM:
         """
         single = not messages or isinstance(messages[0], dict)
         conversations: Sequence[Any] = [messages] if single else messages
+        for conversation in conversations:
+            if not all(isinstance(message, dict) for message in conversation):
+                raise TypeError("a conversation is a list of messages, each a dict with role and content")
         prompts = [self.tokenizer.apply_chat(conversation, **template) for conversation in conversations]
         completions = self.generate(prompts, params, n=n, adapter=adapter, progress=progress)
         return completions[0] if single else completions
@@ -285,6 +290,41 @@ def _each(given: T | Sequence[T], count: int, what: str) -> Iterable[T]:
     if len(given) != count:
         raise ValueError(f"{what}: {len(given)} are given for {count} prompts")
     return given
+
+
+def _sampling(given: SamplingParams | Sequence[SamplingParams], count: int) -> Iterable[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [_converted(given)] * count
+    each: Iterable[SamplingParams] = _each(given, count, "params")
+    return [_converted(params) for params in each]
+
+
+def _converted(params: Any) -> SamplingParams:
+    """With every field of its type. Raises `EngineError` with the field that cannot be."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params are SamplingParams, not {type(params).__name__}")
+    try:
+        given = msgspec.to_builtins(params)
+        for field in ("stop", "bad_words"):
+            if isinstance(given[field], str):
+                given[field] = [given[field]]
+        guided = given["guided"]
+        if isinstance(guided, dict) and isinstance(guided.get("value"), dict):
+            guided["value"] = msgspec.json.encode(guided["value"]).decode()
+        return msgspec.convert(given, SamplingParams)
+    except TypeError as error:  # what no JSON could say
+        raise EngineError(f"params: {error}") from error
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        raise EngineError(f"{path.rstrip('`') or 'params'}: {reason}") from error
+
+
+def _adapters(given: AdapterRef | Sequence[AdapterRef | None] | None, count: int) -> Iterable[AdapterRef | None]:
+    refs = list(_each([given] * count if isinstance(given, str) else given, count, "adapter"))
+    for ref in refs:
+        if ref is not None and not isinstance(ref, AdapterRef):
+            raise TypeError(f"an adapter is what load_adapter returned, not {type(ref).__name__}")
+    return refs
 
 
 def _add(completion: Completion, update: Update, now_s: float) -> None:

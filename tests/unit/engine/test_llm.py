@@ -2,11 +2,13 @@
 
 import io
 import os
+import re
 import signal
 import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from engine.types import (
     EngineError,
     EngineUnavailable,
     Finish,
+    Guide,
     PromptTooLong,
     SamplingParams,
     StepOutput,
@@ -200,6 +203,48 @@ def test_a_batch_with_one_impossible_prompt_is_refused_and_leaves_nothing(llm: L
     with pytest.raises(EngineError, match="bad_words"):
         llm.generate(["fine"] * 10, [*[GREEDY] * 9, msgspec.structs.replace(GREEDY, bad_words=("\ud800",))])
     assert llm.generate(["fine"], GREEDY)[0].counts.completion == 6
+
+
+def test_what_people_write_is_taken(llm: LLM) -> None:
+    given: Any = {"stop": ["b", "c"], "bad_words": "a word", "guided": Guide("choice", ["yes", "no"])}  # type: ignore[arg-type]
+    (completion,) = llm.generate("A", SamplingParams(max_tokens=8, **given))
+    assert completion.text in ("yes", "no")
+    (completion,) = llm.generate("A", SamplingParams(max_tokens=40, temperature=0.0, stop="e"))  # type: ignore[arg-type]
+    (wanted,) = llm.generate("A", SamplingParams(max_tokens=40, temperature=0.0, stop=("e",)))
+    assert completion.text == wanted.text
+    schema: Any = {"type": "boolean"}
+    (completion,) = llm.generate("A", SamplingParams(max_tokens=8, guided=Guide("json_schema", schema)))
+    assert completion.text.strip() in ("true", "false")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("max_tokens", "ten", "max_tokens: Expected `int`, got `str`"),
+        ("top_p", "x", "top_p: Expected `float`, got `str`"),
+        ("seed", 1.5, "seed: Expected `int | null`, got `float`"),
+        ("stop", (1,), "stop"),
+        ("guided", {"json": 1}, "guided: Object missing required field `kind`"),
+        ("guided", Guide("regex", 5), "guided.value: Expected `str | array`, got `int`"),  # type: ignore[arg-type]
+        ("logit_bias", {1: object()}, "params: "),
+    ],
+)
+def test_a_parameter_of_another_type_is_named(llm: LLM, field: str, value: Any, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"^{re.escape(reason)}"):
+        llm.generate("A", SamplingParams(**{field: value}))
+
+
+def test_what_is_no_parameter_no_adapter_and_no_conversation(llm: LLM) -> None:
+    other: Any
+    for other in ({"max_tokens": 4}, "x", [{"max_tokens": 4}]):
+        with pytest.raises((TypeError, ValueError)):
+            llm.generate("A", other)
+    for other in ("pirate", 5, ["pirate"]):
+        with pytest.raises(TypeError, match="an adapter is what load_adapter returned, not"):
+            llm.generate("A", adapter=other)
+    for other in ("hi", ["hi"], [["hi"]]):
+        with pytest.raises(TypeError, match="a conversation is a list of messages"):
+            llm.chat(other)
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
