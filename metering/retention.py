@@ -114,18 +114,19 @@ class Retention:
     def _archive_all(self, month: int) -> tuple[Manifest, Digest]:
         """The archive with everything that the store has of the month, and the digest of that."""
         digest = Digest()
+        hours = [hour_s * 1_000_000 for (hour_s,) in self._store.query(hourly.event_hours(*month_us(month)))]
         already: set[str] = set()
-        if month in self.archive.months():  # what a run before this one archived, and did not drop
-            hours = [hour_s * 1_000_000 for (hour_s,) in self._store.query(hourly.event_hours(*month_us(month)))]
-            already = self.archive.hashes(month, hours[0], hours[-1] + HOUR_US) if hours else set()
+        if hours and month in self.archive.months():  # what a run before this one archived, and did not drop
+            already = self.archive.hashes(month, hours[0], hours[-1] + HOUR_US)
 
         def new() -> Iterator[ArchivedEvent]:
-            for archived, hash in self._store.contents(_live_events(month)):
-                digest.add(hash)
-                if digest.rows % TURN_EVENTS == 0:
-                    time.sleep(self._turn_s)
-                if hash not in already:
-                    yield archived
+            for hour_us in hours:  # no query may take as long as the files of a month
+                for archived, hash in self._store.contents(_live_events(hour_us)):
+                    digest.add(hash)
+                    if digest.rows % TURN_EVENTS == 0:
+                        time.sleep(self._turn_s)
+                    if hash not in already:
+                        yield archived
 
         return self.archive.write(month, new()), digest
 
@@ -246,9 +247,9 @@ def _live_months() -> Query:
     )
 
 
-def _live_events(month: int) -> Query:
-    """Every field, the hash, and whether it stands, of every content of a month, by time, id and hash."""
-    where, parameters = queries.within(None, *month_us(month))
+def _live_events(hour_us: int) -> Query:
+    """Every field, the hash, and whether it stands, of every content of an hour, by time, id and hash."""
+    where, parameters = queries.within(None, hour_us, hour_us + HOUR_US)
     return Query(
         f"SELECT {queries.event_fields()}, {queries.STANDING} AS standing FROM {EVENTS} FINAL WHERE {where} "
         "ORDER BY ts, event_id, content_hash",
