@@ -17,18 +17,18 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
+from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
 from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.charges import move
 from billing.daily import DailyCharges
-from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
 from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceVoided
 from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
+from billing.margin import CostRates, CostRateSet
 from billing.money import parse_exact
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
-from billing.margin import CostRates, CostRateSet
 from billing.provider import ProviderEventSeen
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 
