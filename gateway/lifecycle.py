@@ -297,7 +297,7 @@ async def _live(runtime: Runtime, server: Server, serving: asyncio.Task[None], b
 
 
 async def _drain(runtime: Runtime, hurry: asyncio.Event) -> None:
-    _say("Stopping: running streams may finish")
+    _say(f"Stopping: running streams may finish within {runtime.settings.drain_s:g} s; Ctrl-C again ends them now")
     drain = asyncio.create_task(runtime.drain(runtime.settings.drain_s))
     await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
     await runtime.drain(0.0)
@@ -363,10 +363,9 @@ async def _until_started(server: Server, serving: asyncio.Task[None]) -> None:
 
 
 async def _announce(runtime: Runtime, url: str) -> None:
-    _say(
-        f"Serving on {url}  (model {runtime.engine.info.name}, {runtime.engine.info.dtype} on "
-        f"{runtime.engine.info.device})"
-    )
+    info, bits = runtime.engine.info, runtime.settings.quantization
+    weights = info.dtype if bits == "none" else f"{info.dtype} with weights in {bits}"
+    _say(f"Serving on {url}  (model {info.name}, {weights} on {info.device})")
     if runtime.settings.admin_key is None:
         _say(f"The admin key is in {runtime.settings.admin_key_file}")
     if runtime.settings.demo:
