@@ -47,7 +47,7 @@ class PriceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: Annotated[Text, Meta(description="name of a model or adapter, or *")]
     currency: Currency
-    per_million: PerMillion = msgspec.field(default_factory=PerMillion)
+    per_million: PerMillion
     classes: Classes = {}
     endpoint: Annotated[Text | None, Meta(description="for its requests alone, as chat.completions; null: all")] = None
     effective_at: Annotated[TimeText | None, Meta(description="null: now")] = None
