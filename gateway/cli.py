@@ -616,9 +616,7 @@ def margin() -> None:
 @_start
 @_end
 @_admin
-def margin_show(
-    api: AdminClient, printer: Printer, group_by: str, start: str | None, end: str | None
-) -> None:
+def margin_show(api: AdminClient, printer: Printer, group_by: str, start: str | None, end: str | None) -> None:
     """Show charges, costs and margins. [default: the last day]"""
     found = api.get("/margin", query={"group_by": group_by, "start": start, "end": end})
     printer.show(found["data"], MARGIN)

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 import stripe
 
+from billing.books import Books
 from billing.invoice import Invoice, InvoiceStatus
 from billing.provider import ProviderInvoice, moves
 from billing.service.payments import TooEarly
+from billing.store import GENESIS, StoredEvent, chained
 from billing.stripe import StripeExporter
 from billing.stripe_calls import StripeUnavailable
 from billing.webhooks import StripeWebhooks, WebhookRefused
@@ -255,3 +257,19 @@ def test_the_fields_of_a_message(endpoint: Endpoint) -> None:
         "invoice_id": endpoint.invoice.id,
         "outcome": "unchanged",
     }
+
+
+def test_an_invoice_of_an_older_ledger_is_one_that_nobody_paid() -> None:
+    """Its row as it was written before there were payments: to the byte, and what it folds to."""
+    written = (
+        '{"type":"invoice.drafted","invoice":{"id":"inv-1","tenant":"acme","currency":"usd","status":"exported",'
+        '"period_start_us":0,"period_end_us":1,"cut_us":1,"cut_seq":1,"lines":[],"total_minor":7,"event_count":0,'
+        '"events_digest":"","created_us":1,"finalized_us":2,"export_started_us":3,"exported_us":4,"voided_us":null,'
+        '"voided_seq":null,"stripe_invoice_id":"in_1","stripe_ids":{}}}'
+    )
+    row = StoredEvent(1, "invoice:inv-1", 1, "invoice.drafted", written, "system", 1, None, None, None, "")
+    books = Books()
+    books.apply(msgspec.structs.replace(row, hash=chained(GENESIS, row)))
+    invoice = books.invoices.get("inv-1")
+    assert (invoice.status, invoice.paid_us, invoice.payment_failures) == (InvoiceStatus.EXPORTED, None, 0)
+    assert [type(fact).__struct_config__.tag for fact in moves(invoice, _there("paid"), 9)] == ["invoice.paid"]
