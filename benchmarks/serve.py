@@ -37,7 +37,6 @@ from servers import Absent, Peer, Server, meterhouse, peer
 from engine.models.config import ModelConfig
 from engine.tokens import Tokenizer
 from engine.weights import resolve_model
-from gateway import settings
 from gateway.bench import serve
 from gateway.bench.client import Target
 from gateway.bench.lengths import Lengths
@@ -52,7 +51,6 @@ WORKLOADS = {"short": "59", "mixed": "59,229,829", "lora": "59"}
 
 SETTINGS = {"bf16": [], "int8": ["--quantization=int8"], "int4": ["--quantization=int4"]}
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
-NEEDS = {"int8": "quantization", "int4": "quantization"}
 
 GROWTH_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 GROWTH_CONTEXT = (128, 512, 1024, 2048, 4096)
@@ -260,11 +258,7 @@ def compare(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -
 
 def _contenders(bench: Bench, asked: argparse.Namespace, adapters: Sequence[Path]) -> list[Contender]:
     found: list[Contender] = []
-    known = {field.name for field in settings.fields()}
     for setting in asked.setting:
-        if NEEDS.get(setting, "model") not in known:
-            bench.absent.append(f"Meterhouse {setting}: this version has no --{NEEDS[setting]}")
-            continue
         name, flags = f"Meterhouse {setting}", [*SETTINGS[setting], *asked.flag]
         starting = partial(meterhouse, name, flags, adapters, model=asked.model)
         found.append(Contender(name, starting, asked.workload, True))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import family
 
 from gateway.client import AdminClient, CallFailed
 
@@ -46,18 +47,20 @@ class Server:
     endpoint: str = "chat"
     adapters: Sequence[str] = ()  # names of adapters, beside the base model
     ready_s: float | None = None  # from its start until it was ready; None: it ran already
-    group: int | None = None  # its processes, where they were started here
+    pid: int | None = None  # of its first process, where it was started here
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Meanwhile its processes get no time at all. Some servers look around when they have nothing to do."""
-        if self.group is None:
-            raise Absent("only what was started here can be stopped")
-        os.killpg(self.group, signal.SIGSTOP)
+        processes = [] if self.pid is None else family(self.pid)
         try:
+            for pid in processes:
+                os.kill(pid, signal.SIGSTOP)
             yield
         finally:
-            os.killpg(self.group, signal.SIGCONT)
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 @dataclass
@@ -102,7 +105,7 @@ def peer(of: Peer, log: Path) -> Iterator[Server]:
     if _answers(of.server.url + "/models"):
         raise Absent("something listens at its address already")
     with _group(["/bin/sh", "-c", f"exec {of.start}"], {}, log) as child:
-        of.server.group = child.pid
+        of.server.pid = child.pid
         of.server.ready_s = _wait(of.server.url + "/models", child, log, READY_S)
         yield of.server
 
@@ -148,7 +151,7 @@ def meterhouse(
             api_key=key,
             adapters=names,
             ready_s=ours.ready_s,
-            group=ours.pid,
+            pid=ours.pid,
         )
 
 

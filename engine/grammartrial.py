@@ -68,6 +68,8 @@ class Trial:
 
     def judge(self, guide: Guide) -> Verdict:
         """Try one grammar. Raises `GrammarRejected` for one that does not pass, `OSError` when none can be tried."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it was ended while it had nothing to do: no fault of this grammar
         process = self._process = self._process or self._start()
         assert process.stdin is not None  # it was started with pipes
         assert process.stdout is not None

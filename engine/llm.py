@@ -150,8 +150,9 @@ class LLM:
         """
         core = self._core
         asked = _prompts(prompts)
+        call = uuid.uuid4().hex  # ids are new in each call: what has no seed is drawn by them
         requests = [
-            Request(id=str(number), prompt=self._ids(prompt), sampling=sampling, n=n, adapter=ref)
+            Request(id=f"{call}-{number}", prompt=self._ids(prompt), sampling=sampling, n=n, adapter=ref)
             for number, (prompt, sampling, ref) in enumerate(
                 zip(
                     asked,

@@ -163,7 +163,6 @@ class EngineProcess:
         self._log_level, self._log_format = log_level, log_format
         self._link: _Link | None = None
         self._ready = False
-        self._stopping = False
         self._restarts = 0
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
@@ -174,23 +173,21 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._stopping = False
-        await self._launch()
-        self._ready = True
+        link = await self._launch()
+        self._ready = not link.lost.is_set()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._supervise()), loop.create_task(self._watch())]
 
     async def stop(self) -> None:
-        self._stopping = True
         self._ready = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._fail_open("the engine is shutting down")
         if self._link is not None:
             await self._link.close(STOP_TIMEOUT_S)
             self._link = None
-        self._fail_open("the engine is shutting down")
 
     @property
     def ready(self) -> bool:

@@ -68,6 +68,8 @@ class Runner:
                 self._model = NativeLlama(store, pool, dtype=self._dtype, quantization=config.quantization)
         except WeightsError as error:
             raise EngineUnavailable(str(error)) from error
+        except MemoryError as error:
+            raise EngineUnavailable("there is not enough memory to load the model") from error
         except RuntimeError as error:  # what torch raises out of memory, and dispatch without Triton
             raise EngineUnavailable(f"the model cannot be put on {self._device.type}: {error}") from error
         self.block_size = config.block_size

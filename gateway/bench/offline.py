@@ -6,13 +6,14 @@ Knows: `LLM` and what to ask of it. Does not know: how its numbers are shown (`r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
 
 from engine.llm import LLM, Completion, SamplingParams
+from engine.types import EngineError
 from gateway.bench.statistics import Spread
 from gateway.bench.workload import Prompts
 
@@ -66,7 +67,6 @@ def latency(
     output_len: int,
     iterations: int,
     warmup: int,
-    show: Callable[[int], None] = lambda _: None,
 ) -> Latency:
     """`iterations` batches of new prompts, each with exactly `output_len` tokens, after some that are not counted."""
     first_ms, token_ms, batch_ms = [], [], []
@@ -74,7 +74,6 @@ def latency(
         done = _batch(llm, prompts, batch_size, f"i{number}", True, 0.0)
         if number < 0:
             continue
-        show(number)
         first = max(completion.first_token_s or 0.0 for completion in done) * 1e3
         last = max(completion.finished_s for completion in done) * 1e3
         first_ms.append(first)
@@ -117,7 +116,11 @@ def _batch(
         )
         for prompt in asked
     ]
-    return llm.generate([prompt.text for prompt in asked], params)
+    completions = llm.generate([prompt.text for prompt in asked], params)
+    for completion in completions:
+        if completion.error is not None:
+            raise EngineError(completion.error)  # a number over fewer than were asked for would say nothing
+    return completions
 
 
 def _throughput(completions: Sequence[Completion], seconds: float) -> Throughput:

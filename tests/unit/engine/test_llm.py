@@ -53,6 +53,15 @@ def test_a_batch_keeps_its_order_and_says_what_each_prompt_says_alone(llm: LLM) 
     assert together[2].counts.prompt == 3
 
 
+def test_without_a_seed_no_two_calls_draw_the_same(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=32, temperature=2.0, ignore_eos=True)
+    first, second = (llm.generate("A", params)[0] for _ in range(2))
+    assert first.choices[0].token_ids != second.choices[0].token_ids
+    seeded = msgspec.structs.replace(params, seed=5)
+    first, second = (llm.generate("A", seeded)[0] for _ in range(2))
+    assert first.choices[0].token_ids == second.choices[0].token_ids
+
+
 def test_choices_and_logprobs(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=7, logprobs=2, ignore_eos=True)
     [completion] = llm.generate(["hello world"], sampling, n=3)

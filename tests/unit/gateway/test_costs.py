@@ -15,7 +15,7 @@ from engine.fake import STEP_US, TOKEN_US, FakeEngine
 from engine.types import Cost, EngineStats, Finish, Request, StepOutput, TokenCounts, Update
 from gateway.capture import Capture
 from gateway.telemetry import Telemetry
-from metering.events import Outcome, UsageEvent
+from metering.events import VERSION, Outcome, UsageEvent
 from metering.journal import Journal, OpenedRecord, recover_orphans
 from metering.spool import Spool
 from tests.fixtures.server import ByteTokenizer, RunningGateway
@@ -55,7 +55,7 @@ def test_finished(gateway: RunningGateway) -> None:
         for body in ({"prompt": "y" * 40, "n": 3}, {"prompt": ["a", "bc", "d" * 50]}, {"prompt": "y" * 40}):
             assert client.post("/v1/completions", json={**body, "max_tokens": 5}).status_code == 200
     events = gateway.events()
-    assert [event.v for event in events] == [2, 2, 2]
+    assert [event.v for event in events] == [VERSION] * 3
     assert events[2].cached_tokens > 0
     for event in events:
         assert event.compute_us == compute_us(event) > 0
@@ -235,5 +235,5 @@ def test_an_orphan_is_settled_without_cost(tmp_path: Path) -> None:
     (event,) = recover_orphans(tmp_path / "journal", spool, RECORD.ts_us + 9, "gw0")
     assert spool.pending("ledger", 9) == [event]
     spool.close()
-    assert (event.v, event.completion_tokens, event.recomputed_tokens) == (2, 3, 2)
+    assert (event.v, event.completion_tokens, event.recomputed_tokens) == (VERSION, 3, 2)
     assert (event.compute_us, event.kv_block_us, event.queue_us, event.preemptions) == (0, 0, 0, 0)
