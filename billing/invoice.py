@@ -165,7 +165,10 @@ class UsageSource(Protocol):
         settled_from_us: int | None = None,
         settled_to_us: int | None = None,
     ) -> Iterator[UsageEvent]:
-        """Events with start_us <= ts_us < end_us, each id and content once, ordered by (ts_us, event_id)."""
+        """Events with start_us <= ts_us < end_us, each id and content once, ordered by (ts_us, event_id).
+
+        Of these, where asked for, those with settled_from_us <= settled_us < settled_to_us.
+        """
         ...
 
 

@@ -108,8 +108,8 @@ def simple(components: tuple[Component, ...]) -> bool:
 
 def _component(faults: Faults, token_class: TokenClass, offer: ClassOffer) -> Component:
     field, scale = f"classes.{token_class.value}", UNITS[token_class].scale
-    if token_class is TokenClass.ADAPTER_MONTH and (offer.model is not PriceModel.FLAT or offer.allowance):
-        faults.add(field, "is flat and without an allowance")
+    if token_class is TokenClass.ADAPTER_MONTH:
+        faults.add(field, "is not charged by this version")
     if (offer.package_size is not None) != (offer.model is PriceModel.PACKAGE):
         faults.add(f"{field}.package_size", "is for the model package, which needs it")
     package_size = 0 if offer.package_size is None else offer.package_size

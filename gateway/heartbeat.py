@@ -64,8 +64,8 @@ class Heartbeat:
         billing = self._stores.billing
         billing.refresh()
         billing.tend()
-        billing.notice()
         self._stores.publish(stored_us)
+        billing.notice()
 
     def _failed(self, error: Exception) -> None:
         fault = str(error) or type(error).__name__

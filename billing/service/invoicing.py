@@ -248,7 +248,7 @@ class InvoiceService(UsageService):
                     invoice.period_start_us,
                     invoice.period_end_us,
                     settled_from_us=min(settled),
-                    settled_to_us=max(settled),
+                    settled_to_us=max(settled) + 1,
                 )
 
     def _compose(self, tenant_id: str, period: Period, cut: _Cut, events: dict[str, UsageEvent]) -> Invoice:

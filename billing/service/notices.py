@@ -117,6 +117,8 @@ class NoticeService(Shell):
         found = []
         for quota_id in self._wanting:
             quota = self._quotas.find(quota_id)
+            if quota.tenant not in self._books.accounts.tenants:
+                continue  # of a budget that was taken away meanwhile
             if quota_id in self._books.ledger.account(quota.tenant).exhausted:
                 continue
             fact = QuotaExhausted(

@@ -48,7 +48,7 @@ class Shelf:
                 tenant in (None, event.tenant)
                 and start_us <= event.ts_us < end_us
                 and (settled_from_us is None or settled_from_us <= event.settled_us)
-                and (settled_to_us is None or event.settled_us <= settled_to_us)
+                and (settled_to_us is None or event.settled_us < settled_to_us)
             ):
                 yield event
 

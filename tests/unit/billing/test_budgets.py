@@ -188,6 +188,17 @@ def test_a_budget_that_is_taken_away_refuses_nothing_more(house: Any) -> None:
     assert house.restart().budgets("acme") == []
 
 
+def test_a_budget_taken_away_before_its_end_was_told_stops_nothing(house: Any) -> None:
+    house.billing.grant_credit("acme", "1", "usd", "plenty")
+    made = budget(house)
+    with pytest.raises(InsufficientCredits) as caught:
+        house.billing.open_hold("acme", "r", quote(house), 1_000_000, 0)
+    house.billing.exhausted(caught.value.quota)
+    house.billing.remove_budget(made.id)
+    assert [house.billing.notice(), house.billing.notice()] == [0, 0]
+    house.billing.record([house.event(event_id="r")])
+
+
 def test_a_quota_at_its_end_is_told_once(house: Any) -> None:
     def ends() -> int:
         return sum(row.type == "quota.exhausted" for row in house.billing._store.read(limit=10_000))

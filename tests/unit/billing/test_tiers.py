@@ -110,7 +110,7 @@ def test_what_is_past_is_not_the_dearest_any_more() -> None:
         ),
         ({"prompt": ClassOffer(price="1")}, ["per_million.prompt"]),
         (
-            {"adapter_month": ClassOffer(model=PriceModel.PACKAGE, price="1", package_size=1)},
+            {"adapter_month": ClassOffer(price="1")},
             ["classes.adapter_month"],
         ),
     ],
