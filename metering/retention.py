@@ -11,7 +11,8 @@
 | 6 summed again | sums of late events' hours, from the archive (only of a month dropped before) | the same |
 | 7 dropped | `usage_archives.dropped`, then the moved table | what comes later stays in the store, for the next part |
 
-Whatever is inserted at whatever instant, by whichever gateway: before 4 it is compared in 5, after 4 it stays.
+Whatever is inserted at whatever instant, by whichever gateway: before 4 it is compared in 5, after 4 it stays. Gateways
+that archive one store share its archive's folder: its lock lets one of them do so at a time.
 
 Knows: the steps. Does not know: files (`archive`), which months are old enough (its caller).
 """
@@ -22,6 +23,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +33,7 @@ from metering.archive import Archive, ArchivedEvent, Digest, Manifest, month_of,
 from metering.counts import HOUR_US
 from metering.errors import StoreDamaged, StoreUnavailable
 from metering.frozen import hourly_sums
+from metering.lock import FileLock, Locked
 from metering.queries import EVENTS, Query
 
 if TYPE_CHECKING:
@@ -68,9 +71,22 @@ class Retention:
         self._store, self._turn_s = store, turn_s
         self._running = threading.Lock()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One archives at a time, of all gateways that share the folder. Raises `StoreUnavailable`."""
+        with self._running:
+            try:
+                lock = FileLock(self.archive.folder / ".lock")
+            except Locked:
+                raise StoreUnavailable("another gateway is archiving: try again later") from None
+            except OSError as error:
+                raise StoreUnavailable(f"the archive's folder cannot be written ({error.strerror})") from None
+            with lock:
+                yield
+
     def months(self, before_us: int) -> list[int]:
         """The months that lie whole before a time and of which the store has events."""
-        with self._running:
+        with self._alone():
             self._recover()
             return [month for (month,) in self._store.query(_live_months()) if month_us(month)[1] <= before_us]
 
@@ -80,7 +96,7 @@ class Retention:
         Raises `StoreUnavailable` while events of the month still arrive, `StoreDamaged` when what is stored or
         archived is not what it was; nothing is dropped then.
         """
-        with self._running:
+        with self._alone():
             for _ in range(ATTEMPTS):
                 self._recover()
                 before = next((one for one in self._store.archived() if one.month == month), None)

@@ -16,6 +16,7 @@ from metering.clickhouse import UsageStore
 from metering.counts import HOUR_US, add_rows, hour_of
 from metering.errors import StoreDamaged, StoreUnavailable
 from metering.events import UsageEvent
+from metering.lock import FileLock
 from metering.queries import Query
 from metering.retention import RETIRING, Retention, Retirer
 from tests.contract.test_usage_store import DAY_US, make_event
@@ -256,6 +257,16 @@ def test_what_was_changed_in_the_store_or_the_archive_is_not_dropped(
     assert store._query(Query(f"SELECT count() FROM {RETIRING}", {})) == [(4,)], "kept until it is archived"
     with pytest.raises(StoreDamaged, match="2025-09 is missing"):
         Retention(store, archive).run(MONTH)
+
+
+def test_one_gateway_archives_at_a_time(open_store: Any, archive: Archive) -> None:
+    store = open_store()
+    events = [event_at(i) for i in range(4)]
+    store.insert(events)
+    with FileLock(archive.folder / ".lock"), pytest.raises(StoreUnavailable, match="another gateway is archiving"):
+        Retention(store, archive, turn_s=0).run(MONTH)
+    assert archive.months() == []
+    check(store, events)
 
 
 def test_a_thread_archives_what_is_old_enough_and_stored_everywhere(open_store: Any, archive: Archive) -> None:
