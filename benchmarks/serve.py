@@ -7,10 +7,10 @@
     python benchmarks/serve.py --tables runs.jsonl          # what was measured before, printed again
 
 One server runs at a time; `--together` starts all and asks one after the other in each repeat, the others stopped
-(SIGSTOP), so that what changes in the machine meanwhile meets all alike. Prompts are words of
-exact length that no prefix cache holds, an answer has exactly 64 tokens, a figure is the median of the repeats. Every
-measurement is appended to `--out` as it is made, so a long run may be taken in parts: the tables are made of the whole
-file, each figure of its latest measurement.
+(SIGSTOP), so that what changes in the machine meanwhile meets all alike. Prompts are words of exact length that no
+prefix cache holds, an answer has exactly 64 tokens, a figure is the median of the repeats. Every measurement is
+appended to `--out` as it is made, so a long run may be taken in parts: the tables are made of the whole file, each
+figure of its latest measurement.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from floor import bandwidth
 
 from engine.adapters import PROJECTIONS, Adapter, shapes
 from engine.kvcache import KvCache, block_bytes
@@ -38,13 +39,8 @@ CONTEXTS = (256, 1024, 4096)
 BLOCK = 16
 RANK = 16
 REPEATS = 60
+READ_BYTES = 512 << 20  # to tell the memory's bandwidth by
 CPU = torch.device("cpu")
-
-
-def bandwidth() -> float:
-    """Bytes a second that all cores read from memory, by summing 512 MiB."""
-    memory = torch.ones(128 << 20, dtype=torch.float32)
-    return memory.nbytes / least(memory.sum, 5)
 
 
 def least(function: Callable[[], object], repeats: int) -> float:
@@ -96,7 +92,7 @@ def main() -> None:
     model, dtype = ModelConfig.from_folder(folder), getattr(torch, arguments.dtype)
     adapters = random_adapters(model, arguments.adapters, dtype)
     users: list[str | None] = [*adapters] or [None]
-    speed = bandwidth()
+    speed = bandwidth(READ_BYTES)
     print(
         f"{folder.name}, {arguments.dtype}, weights {arguments.quantization}, {arguments.adapters} adapters; ", end=""
     )
