@@ -12,6 +12,8 @@ COPY . .
 RUN /app/.venv/bin/pip install -c constraints.txt -e ".[postgres]"
 
 FROM python:3.11-slim
+# The first start compiles the CPU kernels for the processor it runs on; the cache keeps them.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home meterhouse \
     && install -d -o meterhouse -g meterhouse -m 0700 /data /cache
 COPY --from=build /app /app

@@ -195,6 +195,7 @@ def _compile(sources: list[Path], folder: Path, command: list[str], progress: Pr
     waiting = sorted(sources, key=lambda path: path.stat().st_size)
     running: list[tuple[Path, subprocess.Popen[str]]] = []
     objects: list[Path] = []
+    deadline = time.monotonic() + _COMPILE_TIMEOUT_S
     try:
         while waiting or running:
             while waiting and len(running) < cores:
@@ -205,6 +206,8 @@ def _compile(sources: list[Path], folder: Path, command: list[str], progress: Pr
             try:
                 _, errors = process.communicate(timeout=0.02)  # reads on: a full pipe would stop the compiler for ever
             except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    raise NativeError(f"the compiler did not end ({source.name})") from None
                 continue
             running.remove((source, process))
             _judge(process, errors, source.name)
@@ -243,7 +246,12 @@ def _judge(process: subprocess.Popen[str], errors: str, what: str) -> None:
 def _checked_forms(library: Path, progress: Progress) -> int:
     """The bits of the forms that compute what a plain loop does. Raises `NativeError` when not even one does."""
     command = [sys.executable, "-c", _AVAILABLE, str(library)]
-    available = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_TIMEOUT_S).stdout
+    try:
+        available = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_CHECK_TIMEOUT_S
+        ).stdout
+    except subprocess.TimeoutExpired:
+        raise NativeError("the built library does not say what this machine can run") from None
     passed = 0
     for bit, name in FORMS.items():
         if available.strip().isdigit() and int(available) & bit:

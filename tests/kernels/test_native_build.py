@@ -150,6 +150,31 @@ def test_a_compiler_that_is_no_command_is_told(tmp_path: Path, monkeypatch: pyte
         native.build(tmp_path)
 
 
+def test_a_compiler_that_does_not_end_is_stopped(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) exec sleep 600;; esac\nexec g++ "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "_COMPILE_TIMEOUT_S", 0.2)
+    with pytest.raises(native.NativeError, match=r"did not end \(.*\.cpp\)"):
+        native.build(tmp_path / "cache", sources=sources)
+    assert names(tmp_path / "cache") == {".lock"}
+
+
+def test_a_library_that_says_nothing_is_not_used(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "return 7; }"
+    one = sources / "one.cpp"
+    one.write_text("#include <unistd.h>\n" + one.read_text().replace(told, "sleep(600); return 7; }", 1))
+    monkeypatch.setattr(native, "_CHECK_TIMEOUT_S", 0.5)
+    with pytest.raises(native.NativeError, match="does not say"):
+        native.build(tmp_path / "cache", sources=sources)
+    assert names(tmp_path / "cache") == {".lock"}
+
+
 def test_a_compiler_named_by_blanks_is_none_named(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
