@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from billing.books import new_event
 from billing.invoice import UsageSource
 from billing.margin import Charged, CostRate, CostRates, CostRateSet, Spent, check_cost_rate, margin
-from billing.service.invoicing import CLOCK_SLACK_US, InvoiceService
+from billing.service.cutting import CLOCK_SLACK_US, CuttingService
 from billing.service.shell import Idempotency, page
 from billing.store import NewEvent
 from metering.counts import HOUR_US, hour_of
 
 
-class MarginService(InvoiceService):
+class MarginService(CuttingService):
     """What is left of what was charged."""
 
     def set_cost_rate(

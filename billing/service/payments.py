@@ -13,7 +13,7 @@ from billing.books import new_event
 from billing.errors import BillingError
 from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus
 from billing.provider import ENDS, ProviderEvent, ProviderEventSeen, ProviderInvoice, moves
-from billing.service.invoicing import InvoiceService
+from billing.service.exporting import ExportService
 
 PROVIDER = "stripe"  # the actor of what it told
 DUPLICATE = "duplicate"
@@ -27,7 +27,7 @@ class TooEarly(BillingError):
     """The message is about an invoice whose export is not recorded here yet: it has to come again."""
 
 
-class PaymentService(InvoiceService):
+class PaymentService(ExportService):
     """Invoices follow the provider's state, forwards only."""
 
     def follow(self, event: ProviderEvent, look: Look | None) -> str:

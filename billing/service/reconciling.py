@@ -12,7 +12,7 @@ from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus, UsageSource
 from billing.provider import ProviderInvoice
 from billing.reconcile import Chain, Charged, Report, Sources, compare
 from billing.service.admins import AdminService
-from billing.service.invoicing import CLOCK_SLACK_US
+from billing.service.cutting import CLOCK_SLACK_US
 from billing.service.margins import MarginService
 from billing.service.payments import PaymentService
 from metering.counts import HOUR_US, CountRow, hour_of
