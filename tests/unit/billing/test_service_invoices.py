@@ -24,7 +24,7 @@ from billing.errors import (
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
 from billing.prices import PriceVersion
 from billing.rating import priced_quantities
-from billing.service import Idempotency, invoicing
+from billing.service import Idempotency, cutting
 from billing.store import EventStore
 from metering.events import UsageEvent
 
@@ -123,7 +123,7 @@ def test_requests_go_on_while_the_charges_of_a_period_are_rated(house: Any, monk
         assert not thread.is_alive()
         return priced_quantities(event, price)
 
-    monkeypatch.setattr(invoicing, "priced_quantities", slow_quantities)
+    monkeypatch.setattr(cutting, "priced_quantities", slow_quantities)
     invoice = draft(house, span)
     assert served == [True] * 3
     assert [(line.quantity, line.unit_price_nano) for line in invoice.lines] == [(30, 10**9)]
