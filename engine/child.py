@@ -41,6 +41,7 @@ from engine.wire import (
     Unframer,
     Unload,
     Unloaded,
+    Waiting,
     frame,
 )
 
@@ -51,6 +52,9 @@ IDLE_CHECK_S = 1.0
 
 CHECK_PAUSE_S = 5.0
 """It does not look again before so long."""
+
+BEAT_S = 10.0
+"""So often it says that it is there while requests are open and nothing can be computed for them."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -130,7 +134,12 @@ def _rest(pipe: Pipe, core: EngineCore, checked_s: float) -> float:
     for _ in core.checked_slices():
         if pipe.wait(0):
             return checked_s
-    pipe.wait(core.due_in_s())
+    if core.has_open:
+        pipe.send(Waiting())
+        due_s = core.due_in_s()
+        pipe.wait(BEAT_S if due_s is None else min(BEAT_S, due_s))
+    else:
+        pipe.wait(None)
     return time.monotonic()
 
 

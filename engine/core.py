@@ -225,6 +225,11 @@ class EngineCore:
         self._take_guided(block=True)
         return True
 
+    @property
+    def has_open(self) -> bool:
+        """Whether any request is taken in and has not ended."""
+        return bool(self._texts)
+
     def due_in_s(self) -> float | None:
         """How long until a step may have to end a request that waits, if nothing else happens; None: never."""
         if not self._deadlines:

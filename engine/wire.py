@@ -76,8 +76,12 @@ class Unloaded(msgspec.Struct, array_like=True, tag=True):
     adapter_id: str
 
 
+class Waiting(msgspec.Struct, array_like=True, tag=True):
+    """Nothing can be computed for whoever is open, but the engine is there: a disk or a grammar keeps it waiting."""
+
+
 ToChild = Configure | Submit | Abort | SetCeiling | Load | Unload
-ToParent = Ready | Failed | Stepped | Loaded | Unloaded
+ToParent = Ready | Failed | Stepped | Loaded | Unloaded | Waiting
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

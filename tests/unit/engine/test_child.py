@@ -8,6 +8,7 @@ from engine import child
 from engine.blocks import IntegrityError
 from engine.core import EngineCore
 from engine.types import Request, SamplingParams
+from engine.wire import ToParent, Waiting
 from tests.fixtures.scripted import ScriptedRunner, make_core
 
 
@@ -16,11 +17,15 @@ class Quiet:
 
     def __init__(self, heard_at: int = 0) -> None:
         self.waits: list[float | None] = []
+        self.sent: list[ToParent] = []
         self._heard_at = heard_at
 
     def wait(self, timeout_s: float | None) -> bool:
         self.waits.append(timeout_s)
         return len(self.waits) == self._heard_at
+
+    def send(self, message: ToParent) -> None:
+        self.sent.append(message)
 
 
 def idle_core() -> tuple[EngineCore, list[int]]:
@@ -49,6 +54,15 @@ def test_after_a_quiet_while_it_checks_itself_once_and_sleeps_on() -> None:
     assert checked_s == pytest.approx(time.monotonic(), abs=5)
     assert looked == [3]
     assert pipe.waits == [child.IDLE_CHECK_S, 0, 0, 0, None]
+    assert pipe.sent == []
+
+
+def test_it_says_that_it_is_there_while_a_request_waits_for_what_it_needs() -> None:
+    core, _ = idle_core()
+    core.add(Request(id="r", prompt=[1], sampling=SamplingParams()))
+    _, pipe = rest(core)
+    assert pipe.sent == [Waiting()]
+    assert pipe.waits[-1] == child.BEAT_S
 
 
 def test_it_does_not_check_itself_again_and_again() -> None:
@@ -77,7 +91,10 @@ def test_it_wakes_for_a_deadline_and_leaves_the_check_for_later() -> None:
     core._deadlines = [entry for entry in core._deadlines if entry[1] == "s"]
     _, pipe = rest(core)
     assert pipe.waits[0] == child.IDLE_CHECK_S
-    assert 3000 < pipe.waits[-1] <= 3600
+    assert pipe.waits[-1] == child.BEAT_S
+    core._deadlines = [(core._deadlines[0][0] - 3_595_000_000, "s")]
+    _, pipe = rest(core)
+    assert 0 < pipe.waits[-1] <= 5
 
 
 def test_a_contradiction_is_not_survived() -> None:
