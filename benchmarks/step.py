@@ -27,10 +27,9 @@ from engine.models.config import ModelConfig
 from engine.models.llama import Llama
 from engine.models.native import NativeLlama
 from engine.models.store import WeightStore
-from engine.runner import usable_cores
 from engine.weights import load_weights, resolve_model
 from kernels.dispatch import operations
-from kernels.native import build, default_cache_dir, load
+from kernels.native import build, default_cache_dir, load, usable_cores
 from kernels.native_matmul import Pool
 from kernels.native_step import PARTS
 

@@ -78,11 +78,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks whose content can be found by key, in use or not."""
-        return len(self._by_key)
-
     def is_free(self, block: int) -> bool:
         return block in self._free
 

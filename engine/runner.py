@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -35,7 +34,7 @@ from engine.types import (
 )
 from engine.weights import load_weights
 from kernels.dispatch import operations
-from kernels.native import NativeError, default_cache_dir, opened
+from kernels.native import NativeError, default_cache_dir, opened, usable_cores
 from kernels.native_matmul import Pool
 
 log = logging.getLogger(__name__)
@@ -197,10 +196,6 @@ def _fresh(batch: Batch, block_size: int) -> list[int]:
         for start, table in zip(batch.starts, batch.tables, strict=True)
         for block in table[-(-start // block_size) :]
     ]
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pick_device(name: str) -> torch.device:

@@ -27,6 +27,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.modelcache import WeightsError
+from engine.models.config import end_tokens
 from engine.types import PromptTooLong, SamplingParams
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -57,7 +58,7 @@ class Tokenizer:
         self._to_bytes, self._strips_first_space = _decoding(self._backend, folder)
         self._known = self._backend.get_vocab_size(with_added_tokens=True)
         self.vocab_size = int(model.get("vocab_size") or self._known)
-        self.eos_token_ids = self._eos_token_ids(folder, model)
+        self.eos_token_ids = self._eos_token_ids(end_tokens(model, _read_json(folder / "generation_config.json")))
         self._templates = _chat_templates(folder, config)
         self._bytes: dict[int, bytes] = {}
         self._longest_token = max(len(self._to_bytes(text)) for text in self._backend.get_vocab())
@@ -73,10 +74,9 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def _eos_token_ids(self, folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's; the tokenizer's own always belongs to them."""
-        declared = _read_json(folder / "generation_config.json").get("eos_token_id", model.get("eos_token_id"))
-        ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    def _eos_token_ids(self, declared: Iterable[int]) -> tuple[int, ...]:
+        """What the model declares; the tokenizer's own always belongs to them."""
+        ids = set(declared)
         own = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return tuple(sorted(ids if own is None else ids | {own}))
 

@@ -79,6 +79,11 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("METERHOUSE_CACHE_DIR") or "~/.cache/meterhouse").expanduser()
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path`, with the forms that passed their checks. Raises `NativeError`."""
     try:
@@ -191,7 +196,7 @@ def _sync(path: Path) -> None:
 
 def _compile(sources: list[Path], folder: Path, command: list[str], progress: Progress) -> list[Path]:
     """One compiler for each core, the largest file first. The object files."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     waiting = sorted(sources, key=lambda path: path.stat().st_size)
     running: list[tuple[Path, subprocess.Popen[str]]] = []
     objects: list[Path] = []

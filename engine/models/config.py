@@ -113,7 +113,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
             tie=bool(raw.get("tie_word_embeddings", family == "smollm3")),
-            eos_token_ids=_eos(raw, generation or {}),
+            eos_token_ids=end_tokens(raw, generation or {}),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -153,7 +153,7 @@ def _count(raw: Mapping[str, Any], field: str, default: int | None = None) -> in
     return value
 
 
-def _eos(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """The generation configuration's end tokens, else the model's: what transformers' `generate` goes by."""
     value = generation.get("eos_token_id")
     if value is None:

@@ -24,8 +24,6 @@ import msgspec
 
 from gateway.bench.record import Answer, Record
 
-SLO_NAMES = ("ttft", "tpot", "e2e")
-
 
 class Spread(msgspec.Struct):
     """How values are spread, in their own unit; all 0 when there are none."""

@@ -49,7 +49,6 @@ def test_a_published_block_is_found_after_its_release_until_it_is_needed() -> No
     assert pool.num_free == 2
     pool.allocate(2)
     assert pool.find(key, root, [1, 2]) is None
-    assert pool.num_cached == 0
 
 
 def test_an_unpublished_block_is_not_found() -> None:
