@@ -87,6 +87,37 @@ class InvoiceLine(msgspec.Struct, frozen=True, kw_only=True):
         return parse_exact(self.exact) if self.exact else self.quantity * self.unit_price_nano
 
 
+class LatePeriod(msgspec.Struct, frozen=True, kw_only=True):
+    """An earlier invoice whose period has events that turned up too late for it."""
+
+    invoice_id: str
+    start_us: int
+    end_us: int
+
+
+class CountedFrom(msgspec.Struct, frozen=True, kw_only=True):
+    """From this event on, in the order of time and id, what is not linear counts in the period that begins then."""
+
+    event_id: str
+    start_us: int
+
+
+class Basis(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes, beside the events, the lines and the price book, to compute the invoice again.
+
+    `root` is that of the Merkle tree (`merkle.py`) over the events' leaves (`metering.receipts`), in the order of
+    time and id; it has `Invoice.event_count` of them.
+    """
+
+    root: str  # hex
+    anchor_day: int  # the tenant's at the cut
+    timezone: str
+    price_ids: tuple[str, ...] = ()  # that the events are priced by, sorted
+    priced_later: dict[str, str] = {}  # event → price, of events that had none when they were settled
+    late: tuple[LatePeriod, ...] = ()
+    counted: tuple[CountedFrom, ...] = ()
+
+
 class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     """A draft's content never changes; only status, times and the provider's ids do."""
 
@@ -115,6 +146,8 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     payment_failures: int = 0  # attempts of the provider that failed
     payment_failed_us: int | None = None  # the last of them
     true_up: str = "0"  # femto-units, as n or n/d: the lines' exact sum less what the ledger charged for their events
+    basis: Basis | None = None  # None: cut by a version that kept no tree
+    content_hash: str = ""  # of its document (`document.py`), as it was when it was cut; empty where there is no basis
 
     @property
     def total_femto(self) -> int | Fraction:
@@ -307,11 +340,17 @@ def owner(ts_us: int, seq: int, invoices: Sequence[Invoice]) -> Invoice | None:
     """
     if not invoices or seq > invoices[-1].cut_seq:
         return None
+    return next((one for one in takers(ts_us, seq, invoices) if one.status is not InvoiceStatus.VOID), None)
+
+
+def takers(ts_us: int, seq: int, invoices: Sequence[Invoice]) -> list[Invoice]:
+    """All invoices that were cut with this event, void ones too: of each pair the earlier was void when the later
+    was cut."""
     covering = [invoice for invoice in invoices if invoice.has(ts_us)]
-    takers: list[Invoice] = []
+    found: list[Invoice] = []
     for invoice in invoices:
         covers = invoice.has(ts_us) or any(earlier.stood_at(invoice.cut_seq) for earlier in covering)
-        taken = any(earlier.stood_at(invoice.cut_seq) for earlier in takers)
+        taken = any(earlier.stood_at(invoice.cut_seq) for earlier in found)
         if seq <= invoice.cut_seq and covers and not taken:
-            takers.append(invoice)
-    return next((invoice for invoice in takers if invoice.status is not InvoiceStatus.VOID), None)
+            found.append(invoice)
+    return found

@@ -25,7 +25,18 @@ from billing.periods import Period, period_at
 from billing.prices import PriceBook, PriceVersion, Slot, TokenClass
 from billing.tiers import Component, cost_femto, unit_femto
 
-__all__ = ["Charge", "Period", "PeriodRule", "again", "close", "cut_lines", "digest", "true_up"]
+__all__ = [
+    "Charge",
+    "Group",
+    "Period",
+    "PeriodRule",
+    "again",
+    "booked_lines",
+    "close",
+    "cut_lines",
+    "digest",
+    "true_up",
+]
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +52,8 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     late_of: Invoice | None  # the standing invoice of its period, when it is late
     period_start_us: int = 0  # of the period whose tiers it counts in
     charged_femto: int = 0  # what the ledger charged for it
+    leaf: bytes = b""  # of the invoice's tree
+    priced_later: bool = False  # by a price that was set after it was settled without one
 
 
 class PeriodRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +100,7 @@ def cut_lines(
                 _add(linear, charge, token_class, units, period)
             else:
                 groups[Group(charge.period_start_us, charge.price.slot, token_class)].append((charge, units))
-    booked = _booked(earlier, book)
+    booked = booked_lines(earlier, book)
     lines = [linear[key] for key in sorted(linear)]
     for group in sorted(groups):
         lines += _tiered(group, groups[group], booked.get(group, []), period, book, rule)
@@ -163,7 +176,7 @@ def _add(
 # -- tiers -----------------------------------------------------------------------------------------------------------
 
 
-def _booked(earlier: Sequence[Invoice], book: PriceBook) -> dict[Group, list[InvoiceLine]]:
+def booked_lines(earlier: Sequence[Invoice], book: PriceBook) -> dict[Group, list[InvoiceLine]]:
     """The lines of standing invoices that share tiers, and their minimums."""
     found: dict[Group, list[InvoiceLine]] = defaultdict(list)
     for invoice in earlier:

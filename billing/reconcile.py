@@ -111,6 +111,7 @@ class Sources(msgspec.Struct, kw_only=True):
     journal: Iterable[CountRow] | None = None
     gateway: str = ""  # whose journal it is
     open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
+    documents: Mapping[str, str] = {}  # invoice id → the hash of its document as it is made now
     provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
 
 
@@ -297,7 +298,21 @@ def _invoice_differences(sources: Sources) -> Iterable[Difference]:
         for invoice in invoices:
             if invoice.status is not InvoiceStatus.VOID:
                 yield from _lines_differences(sources, invoice, on)
+            yield from _document_difference(sources, invoice)
             yield from _provider_difference(sources, invoice)
+
+
+def _document_difference(sources: Sources, invoice: Invoice) -> Iterable[Difference]:
+    """An invoice never changes: what is said of it now is what was said when it was cut."""
+    now = sources.documents.get(invoice.id, invoice.content_hash)
+    if now != invoice.content_hash:
+        yield Difference(
+            between="invoice and its document",
+            tenant=invoice.tenant,
+            invoice_id=invoice.id,
+            left=f"sha256 {invoice.content_hash} when it was cut",
+            right=f"sha256 {now} now",
+        )
 
 
 def _period_of(ts_us: int, invoice: Invoice, invoices: Sequence[Invoice]) -> str:

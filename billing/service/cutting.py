@@ -7,13 +7,15 @@ recorded first; usage that only the ledger has is still on its way, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from billing.accounts import Tenant
 from billing.books import fact_of, new_event
 from billing.charges import agrees
 from billing.checks import Faults
+from billing.document import Document, basis_of, content_hash_of, document
 from billing.errors import Conflict, Invalid, LedgerDisagrees, PeriodNotClosed, UnratedUsage
 from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource, owner
 from billing.ledger import UsageRated
@@ -25,26 +27,29 @@ from billing.service.shell import Idempotency
 from billing.service.usage import UsageService
 from billing.store import NewEvent
 from metering.events import UsageEvent, content_hash
+from metering.receipts import leaf_of
 
 CUT_ATTEMPTS = 4
 CLOCK_SLACK_US = 86_400_000_000  # by how much two machines' clocks may part and a scan still sees all
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
     """One charge that this invoice is to have, and the standing invoice it comes too late for."""
 
     rated: UsageRated
     late_of: Invoice | None
 
 
-class _Cut(msgspec.Struct, frozen=True, kw_only=True):
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """What the ledger has for an invoice, at one point of its sequence."""
 
     seq: int
     time_us: int
     invoices: list[Invoice]  # all of the tenant's, as they stood
     recorded: set[str]  # ids of the period, on whichever invoice
-    entries: dict[str, _Entry]
+    entries: dict[str, Entry]
+    tenant: Tenant  # as it was
+    prices: PriceBook  # a copy: a month's charges are rated without the lock, and requests go on
 
 
 class CuttingService(UsageService):
@@ -70,7 +75,7 @@ class CuttingService(UsageService):
         period = Period(start_us=start_us, end_us=end_us)
         self._check_period(tenant_id, period, watermark_us)
         cut, events = self._agreed_cut(tenant_id, period, usage)
-        invoice = self._compose(tenant_id, period, cut, events)
+        invoice = compose(self._new_id("invoice"), period, cut, events)
 
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             self._books.invoices.check_free(tenant_id, start_us, end_us)
@@ -80,6 +85,15 @@ class CuttingService(UsageService):
             return [new_event(f"invoice:{draft.id}", InvoiceDrafted(invoice=draft))], draft
 
         return self._command(name, idempotency, Invoice, decide)[0]
+
+    def invoice_document(self, invoice_id: str) -> Document:
+        """The invoice's canonical document. Raises `NotFound`, and `Conflict` for one that was cut without a basis."""
+        with self._state:
+            invoice = self._books.invoices.get(invoice_id)
+            invoices = self._books.invoices.of(invoice.tenant)
+            if invoice.basis is None:
+                raise Conflict("the invoice was cut by a version of Meterhouse that kept nothing to verify it by")
+            return document(invoice, self._books.prices, invoices)
 
     # within
 
@@ -97,7 +111,7 @@ class CuttingService(UsageService):
         if period.end_us > min(watermark_us, self._clock()):
             raise PeriodNotClosed("usage of this period may still be on its way")
 
-    def _agreed_cut(self, tenant_id: str, period: Period, usage: UsageSource) -> tuple[_Cut, dict[str, UsageEvent]]:
+    def _agreed_cut(self, tenant_id: str, period: Period, usage: UsageSource) -> tuple[Cut, dict[str, UsageEvent]]:
         """A cut of the ledger, and the stored event of each of its charges."""
         for _ in range(CUT_ATTEMPTS):
             cut = self._cut(tenant_id, period)
@@ -115,11 +129,12 @@ class CuttingService(UsageService):
                 return cut, events
         raise PeriodNotClosed("the ledger has usage of this period that the usage store does not have yet")
 
-    def _cut(self, tenant_id: str, period: Period) -> _Cut:
+    def _cut(self, tenant_id: str, period: Period) -> Cut:
         """What the ledger has now. Raises `UnratedUsage`."""
         self.refresh()
         with self._state:
             seq, time_us = self._books.seq, self._clock()
+            tenant, prices = self._books.accounts.tenant(tenant_id), self._books.prices.copy()
             invoices = self._books.invoices.of(tenant_id)
             unrated = [
                 one.event_id
@@ -129,7 +144,7 @@ class CuttingService(UsageService):
         if unrated:
             raise UnratedUsage(f"{len(unrated)} requests of this period have no charge, first {unrated[0]}")
         recorded: set[str] = set()
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, Entry] = {}
         for number, rated in self._rated(tenant_id, _scan_from_us(period, invoices)):
             own = period.start_us <= rated.ts_us < period.end_us
             late_of = None if own else _standing(rated.ts_us, invoices)
@@ -138,8 +153,16 @@ class CuttingService(UsageService):
             if own:
                 recorded.add(rated.event_id)
             if owner(rated.ts_us, number, invoices) is None:
-                entries[rated.event_id] = _Entry(rated, late_of)
-        return _Cut(seq=seq, time_us=time_us, invoices=invoices, recorded=recorded, entries=entries)
+                entries[rated.event_id] = Entry(rated, late_of)
+        return Cut(
+            seq=seq,
+            time_us=time_us,
+            invoices=invoices,
+            recorded=recorded,
+            entries=entries,
+            tenant=tenant,
+            prices=prices,
+        )
 
     def _rated(self, tenant_id: str, recorded_from_us: int) -> Iterator[tuple[int, UsageRated]]:
         """A tenant's charges with their numbers in the ledger."""
@@ -148,7 +171,7 @@ class CuttingService(UsageService):
             if isinstance(fact, UsageRated):
                 yield row.seq, fact
 
-    def _stored(self, tenant_id: str, period: Period, cut: _Cut, usage: UsageSource) -> Iterator[UsageEvent]:
+    def _stored(self, tenant_id: str, period: Period, cut: Cut, usage: UsageSource) -> Iterator[UsageEvent]:
         """The store's events of the period, and those of earlier periods that turned up late."""
         yield from usage.events(tenant_id, period.start_us, period.end_us)
         late = [entry for entry in cut.entries.values() if entry.late_of]
@@ -163,36 +186,38 @@ class CuttingService(UsageService):
                     settled_to_us=max(settled) + 1,
                 )
 
-    def _compose(self, tenant_id: str, period: Period, cut: _Cut, events: dict[str, UsageEvent]) -> Invoice:
-        """The draft, every charge rated anew. Raises `LedgerDisagrees`."""
-        with self._state:
-            tenant = self._books.accounts.tenant(tenant_id)
-            prices = self._books.prices.copy()  # a month's charges are rated without the lock: requests go on
-        currency = tenant.currency
-        charges = [_rerated(entry, events[id], currency, prices) for id, entry in cut.entries.items()]
-        id = self._new_id("invoice")
-        rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
-        asked = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
-        lines = close(id, currency, asked)
-        return Invoice(
-            id=id,
-            tenant=tenant_id,
-            currency=currency,
-            status=InvoiceStatus.DRAFT,
-            period_start_us=period.start_us,
-            period_end_us=period.end_us,
-            cut_us=cut.time_us,
-            cut_seq=cut.seq,
-            lines=lines,
-            total_minor=sum(line.amount_minor for line in lines),
-            event_count=len(charges),
-            events_digest=digest(charges),
-            created_us=cut.time_us,
-            true_up=true_up(lines, charges),
-        )
+
+def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent]) -> Invoice:
+    """The draft, every charge rated anew: a function of the ledger at the cut, and the stored events.
+
+    Raises `LedgerDisagrees`.
+    """
+    tenant, prices = cut.tenant, cut.prices
+    charges = [_rerated(entry, events[id], tenant.currency, prices) for id, entry in cut.entries.items()]
+    rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
+    asked = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
+    lines = close(id, tenant.currency, asked)
+    invoice = Invoice(
+        id=id,
+        tenant=tenant.id,
+        currency=tenant.currency,
+        status=InvoiceStatus.DRAFT,
+        period_start_us=period.start_us,
+        period_end_us=period.end_us,
+        cut_us=cut.time_us,
+        cut_seq=cut.seq,
+        lines=lines,
+        total_minor=sum(line.amount_minor for line in lines),
+        event_count=len(charges),
+        events_digest=digest(charges),
+        created_us=cut.time_us,
+        true_up=true_up(lines, charges),
+        basis=basis_of(charges, rule),
+    )
+    return msgspec.structs.replace(invoice, content_hash=content_hash_of(document(invoice, prices, cut.invoices)))
 
 
-def _rerated(entry: _Entry, event: UsageEvent, currency: str, prices: PriceBook) -> Charge:
+def _rerated(entry: Entry, event: UsageEvent, currency: str, prices: PriceBook) -> Charge:
     rated = entry.rated
     price = _price_again(rated, event, currency, prices)
     if not agrees(rated, event, price):
@@ -208,6 +233,8 @@ def _rerated(entry: _Entry, event: UsageEvent, currency: str, prices: PriceBook)
         late_of=entry.late_of,
         period_start_us=rated.period_start_us,
         charged_femto=int(rated.amount_femto),
+        leaf=leaf_of(event),
+        priced_later=rated.rated_later,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from billing.checks import Faults
+from billing.document import content_hash_of, document
 from billing.errors import Invalid, LedgerCorrupt
 from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus, UsageSource
 from billing.provider import ProviderInvoice
@@ -72,6 +73,7 @@ class ReconcileService(PaymentService, MarginService, AdminService):
                 journal=journal_totals,
                 gateway=gateway,
                 open_from_us=open_from_us,
+                documents=self._documents(invoices, start_us, end_us),
                 provider=_held_there(stripe, invoices, start_us, end_us),
             )
         )
@@ -96,6 +98,17 @@ class ReconcileService(PaymentService, MarginService, AdminService):
             broken_at=None if broken is None else broken.seq,
             reason="" if broken is None else broken.reason,
         )
+
+    def _documents(self, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int) -> dict[str, str]:
+        """The hash of each document of an invoice whose period touches the range, made anew."""
+        with self._state:
+            prices = self._books.prices.copy()
+        return {
+            invoice.id: content_hash_of(document(invoice, prices, of_tenant))
+            for of_tenant in invoices.values()
+            for invoice in of_tenant
+            if invoice.basis and invoice.period_start_us < end_us and start_us < invoice.period_end_us
+        }
 
     def _charged(self, tenants: Iterable[str], start_us: int, end_us: int) -> list[Charged]:
         return [
