@@ -31,6 +31,7 @@ from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.provider import ProviderEventSeen
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
+from billing.tariff import Tariffs
 
 Fact = AccountFact | PriceSet | LedgerFact | BudgetFact | InvoiceFact | ProviderEventSeen | AdminFact | CostRateSet
 
@@ -65,6 +66,7 @@ class Books:
         self.admins = Admins()
         self.costs = CostRates()
         self.prices = PriceBook()
+        self.tariffs = Tariffs(self.prices)
         self.positions = Positions()
         self.ledger = Ledger(self.accounts)
         self.budgets = Budgets(self.accounts)
@@ -87,7 +89,7 @@ class Books:
             case UsageRated():
                 self.ledger.apply(fact)
                 if fact.positions:
-                    move(self.positions, fact, self.prices.versions[fact.price_id])
+                    move(self.positions, fact, self.tariffs.of(fact.price_id))
                 self.daily.apply(fact)
                 self.budgets.charge(fact.tenant, fact.key_id, fact.adapter, fact.ts_us, int(fact.amount_femto))
             case UsageUnrated() | CreditGranted() | GrantExpired() | TopUpRequested() | QuotaExhausted():

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from billing.accounts import Tenant
 from billing.ledger import UsageRated
 from billing.positions import Positions, period_start
-from billing.prices import PriceVersion, TokenClass
-from billing.rating import amount_femto, ceiling_femto, charge_femto, priced_quantities, tiered
+from billing.tariff import Tariff
 from metering.events import UsageEvent
 
 
@@ -23,54 +22,50 @@ class Priced(NamedTuple):
 
 
 def rate(
-    event: UsageEvent, event_hash: str, tenant: Tenant, price: PriceVersion, positions: Positions, *, later: bool
+    event: UsageEvent, event_hash: str, tenant: Tenant, tariff: Tariff, positions: Positions, *, later: bool
 ) -> Priced:
     """Charge the event at the positions that stand; they are not moved. `later`: it had no price at its settlement."""
-    if not price.components:
-        amount = amount_femto(event, price.rate)
-        return Priced(_rated(event, event_hash, price, amount, later), amount)
-    start_us = period_start(price, event.ts_us, tenant.billing_anchor_day, tenant.timezone)
-    at = positions.of(tenant.id, price, start_us)
-    counted = priced_quantities(event, price)
-    rated = _rated(
-        event, event_hash, price, charge_femto(price, counted, at), later, counted=counted, at=at, start_us=start_us
-    )
-    return Priced(rated, ceiling_femto(price, counted, at))
+    if tariff.flat:
+        amount = tariff.flat_femto(event)
+        return Priced(_rated(event, event_hash, tariff.price.id, amount, later), amount)
+    start_us = period_start(tariff, event.ts_us, tenant.billing_anchor_day, tenant.timezone)
+    at = positions.of(tenant.id, tariff, start_us)
+    counted = tariff.counted(event)
+    amount, ceiling = tariff.amounts_femto(counted, at)
+    rated = _rated(event, event_hash, tariff.price.id, amount, later, _kept(counted), at, start_us)
+    return Priced(rated, ceiling)
 
 
-def move(positions: Positions, rated: UsageRated, price: PriceVersion) -> None:
+def move(positions: Positions, rated: UsageRated, tariff: Tariff) -> None:
     """Count a charge's units."""
     if rated.positions:
-        counted = {TokenClass(name): units for name, units in rated.quantities.items()}
-        positions.add(rated.tenant, price, rated.period_start_us, counted)
+        positions.add(rated.tenant, tariff, rated.period_start_us, rated.quantities)
 
 
-def agrees(rated: UsageRated, event: UsageEvent, price: PriceVersion) -> bool:
+def agrees(rated: UsageRated, event: UsageEvent, tariff: Tariff) -> bool:
     """Whether the event costs by this price, at the positions that the charge keeps, what was charged."""
-    if price.id != rated.price_id:
+    if tariff.price.id != rated.price_id:
         return False
-    if not price.components:
-        return not rated.positions and str(amount_femto(event, price.rate)) == rated.amount_femto
-    counted = priced_quantities(event, price)
-    if _kept(counted) != rated.quantities or {one.token_class for one in tiered(price)} != set(rated.positions):
+    if tariff.flat:
+        return not rated.positions and str(tariff.flat_femto(event)) == rated.amount_femto
+    counted = tariff.counted(event)
+    if _kept(counted) != rated.quantities or rated.positions.keys() != set(tariff.tiered):
         return False
-    at = {TokenClass(name): position for name, position in rated.positions.items()}
-    return str(charge_femto(price, counted, at)) == rated.amount_femto
+    return str(tariff.charge_femto(counted, rated.positions)) == rated.amount_femto
 
 
-def _kept(counted: dict[TokenClass, int]) -> dict[str, int]:
-    return {token_class.value: units for token_class, units in counted.items() if units}
+def _kept(counted: dict[str, int]) -> dict[str, int]:
+    return {name: units for name, units in counted.items() if units}
 
 
 def _rated(
     event: UsageEvent,
     event_hash: str,
-    price: PriceVersion,
+    price_id: str,
     amount: int,
     later: bool,
-    *,
-    counted: dict[TokenClass, int] | None = None,
-    at: dict[TokenClass, int] | None = None,
+    quantities: dict[str, int] | None = None,
+    positions: dict[str, int] | None = None,
     start_us: int = 0,
 ) -> UsageRated:
     return UsageRated(
@@ -84,12 +79,12 @@ def _rated(
         prompt_tokens=event.prompt_tokens,
         cached_tokens=event.cached_tokens,
         completion_tokens=event.completion_tokens,
-        price_id=price.id,
+        price_id=price_id,
         amount_femto=str(amount),
         rated_later=later,
         key_id=event.key_id,
         gateway="" if later else event.gateway,
-        quantities=_kept(counted or {}),
-        positions={token_class.value: position for token_class, position in (at or {}).items()},
+        quantities=quantities or {},
+        positions=positions or {},
         period_start_us=start_us,
     )

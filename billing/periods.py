@@ -64,6 +64,16 @@ def zone(name: str) -> ZoneInfo:
 
 def period_at(ts_us: int, anchor_day: int = 1, timezone: str = UTC_NAME) -> Period:
     """The period that has the instant. Times from 1970 to 9998."""
+    last = _last.get((anchor_day, timezone))
+    if last is None or not last.start_us <= ts_us < last.end_us:
+        last = _last[anchor_day, timezone] = _period_at(ts_us, anchor_day, timezone)
+    return last
+
+
+_last: dict[tuple[int, str], Period] = {}  # of each anchor and zone, the period that was asked for last
+
+
+def _period_at(ts_us: int, anchor_day: int, timezone: str) -> Period:
     year, month = _month_of(ts_us, timezone)
     start_us = anchor_us(year, month, anchor_day, timezone)
     if ts_us < start_us:

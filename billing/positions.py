@@ -9,9 +9,11 @@ Only what is not linear is counted. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from billing.periods import period_at
-from billing.prices import PriceVersion, Slot, TokenClass
-from billing.rating import tiered
+from billing.prices import Slot
+from billing.tariff import Tariff
 
 Key = tuple[str, Slot, str, int]  # tenant, slot, class, start of the period
 
@@ -23,18 +25,17 @@ class Positions:
         self._under = under
         self._sums: dict[Key, int] = {}
 
-    def of(self, tenant: str, price: PriceVersion, period_start_us: int) -> dict[TokenClass, int]:
-        """The position of each class that the version does not price linearly."""
-        return {
-            component.token_class: self._at((tenant, price.slot, component.token_class.value, period_start_us))
-            for component in tiered(price)
-        }
+    def of(self, tenant: str, tariff: Tariff, period_start_us: int) -> dict[str, int]:
+        """The position of each class that the price does not price linearly."""
+        slot = tariff.price.slot
+        return {name: self._at((tenant, slot, name, period_start_us)) for name in tariff.tiered}
 
-    def add(self, tenant: str, price: PriceVersion, period_start_us: int, counted: dict[TokenClass, int]) -> None:
+    def add(self, tenant: str, tariff: Tariff, period_start_us: int, counted: Mapping[str, int]) -> None:
         """Units that were charged."""
-        for component in tiered(price):
-            if units := counted.get(component.token_class, 0):
-                key = tenant, price.slot, component.token_class.value, period_start_us
+        slot = tariff.price.slot
+        for name in tariff.tiered:
+            if units := counted.get(name, 0):
+                key = tenant, slot, name, period_start_us
                 self._sums[key] = self._at(key) + units
 
     def ahead(self) -> Positions:
@@ -42,11 +43,12 @@ class Positions:
         return Positions(self)
 
     def _at(self, key: Key) -> int:
-        if key in self._sums or self._under is None:
-            return self._sums.get(key, 0)
-        return self._under._at(key)
+        found = self._sums.get(key)
+        if found is None:
+            return 0 if self._under is None else self._under._at(key)
+        return found
 
 
-def period_start(price: PriceVersion, ts_us: int, anchor_day: int, timezone: str) -> int:
+def period_start(tariff: Tariff, ts_us: int, anchor_day: int, timezone: str) -> int:
     """The start of the period that an event counts in; 0 where nothing of its price depends on it."""
-    return period_at(ts_us, anchor_day, timezone).start_us if tiered(price) else 0
+    return period_at(ts_us, anchor_day, timezone).start_us if tariff.tiered else 0

@@ -13,7 +13,8 @@ Pure. Does not know: usage, balances, what time it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -28,8 +29,9 @@ from billing.tiers import (
 )
 
 ANY = "*"
+TIMELINES_MAX = 10_000  # kept at once
 
-__all__ = ["ANY", "PriceBook", "PriceSet", "PriceVersion", "Rate", "Slot", "TokenClass", "rate_of"]
+__all__ = ["ANY", "PriceBook", "PriceSet", "PriceVersion", "Rate", "Slot", "Timeline", "TokenClass", "rate_of"]
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,7 @@ class PriceVersion(msgspec.Struct, frozen=True, kw_only=True):
             for token_class in (TokenClass.PROMPT, TokenClass.CACHED, TokenClass.COMPLETION)
         }
 
-    def bound(self, positions: Mapping[TokenClass, int]) -> Rate:
+    def bound(self, positions: Mapping[str, int]) -> Rate:
         """The rate of a request that begins when the period has these quantities already: tiers below are past."""
         if self.rate.exact:
             return self.rate
@@ -106,7 +108,7 @@ def rate_of(
     price_id: str,
     currency: str,
     components: Mapping[TokenClass, Component],
-    positions: Mapping[TokenClass, int] | None = None,
+    positions: Mapping[str, int] | None = None,
 ) -> Rate:
     """Bounds of what a request can cost. Compute time, images and audio are not known ahead and not in them.
 
@@ -133,6 +135,21 @@ def rate_of(
     )
 
 
+class Timeline:
+    """Of one tenant, name, base model, currency and endpoint: which version prices a request that begins at a time.
+
+    That changes only where a version begins to count, so it is looked up once for each such instant.
+    """
+
+    def __init__(self, starts_us: Sequence[int], versions: Sequence[PriceVersion | None]) -> None:
+        """`versions[i]` counts from `starts_us[i]` to the next, exclusive."""
+        self._starts_us = starts_us
+        self._versions = versions
+
+    def at(self, ts_us: int) -> PriceVersion | None:
+        return self._versions[found - 1] if (found := bisect_right(self._starts_us, ts_us)) else None
+
+
 class PriceSet(msgspec.Struct, frozen=True, kw_only=True, tag="price.set"):
     price: PriceVersion
 
@@ -145,9 +162,11 @@ class PriceBook:
         self._by_name: dict[tuple[str | None, str, str], tuple[PriceVersion, ...]] = {}
         self._order: dict[str, int] = {}
         self._by_endpoint = False  # whether any version is for one endpoint alone
+        self._timelines: dict[tuple[str, str, str, str, str], Timeline] = {}
 
     def apply(self, fact: PriceSet) -> None:
         price = fact.price
+        self._timelines.clear()
         self._order[price.id] = len(self.versions)
         self.versions[price.id] = price
         self._by_endpoint |= bool(price.endpoint)
@@ -176,6 +195,40 @@ class PriceBook:
         endpoint: str = "",
     ) -> PriceVersion:
         """The version for a request that began at `ts_us`, by the book as known at `known_us`. Raises `NoPrice`."""
+        if known_us == ts_us:
+            found = self.timeline(tenant, model, base_model, currency, endpoint).at(ts_us)
+        else:
+            found = self._search(tenant, model, base_model, currency, endpoint, ts_us, known_us)
+        if found is None:
+            raise NoPrice(f"no price in {currency} for model {model!r}")
+        return found
+
+    def timeline(self, tenant: str, model: str, base_model: str, currency: str, endpoint: str) -> Timeline:
+        """Which version prices these requests at which time, by the book as it was known at that time."""
+        key = tenant, model, base_model, currency, endpoint
+        if (found := self._timelines.get(key)) is None:
+            if len(self._timelines) >= TIMELINES_MAX:
+                self._timelines.clear()
+            found = self._timelines[key] = self._timeline(*key)
+        return found
+
+    def _timeline(self, tenant: str, model: str, base_model: str, currency: str, endpoint: str) -> Timeline:
+        starts_us = sorted(
+            {
+                version.from_us
+                for owner, name in _candidates(tenant, model, base_model)
+                for at in (endpoint, "")
+                for version in self._by_name.get((owner, name, at), ())
+            }
+        )
+        return Timeline(
+            starts_us,
+            [self._search(tenant, model, base_model, currency, endpoint, at_us, at_us) for at_us in starts_us],
+        )
+
+    def _search(
+        self, tenant: str, model: str, base_model: str, currency: str, endpoint: str, ts_us: int, known_us: int
+    ) -> PriceVersion | None:
         for owner, name in _candidates(tenant, model, base_model):
             for at in (endpoint, "") if endpoint and self._by_endpoint else ("",):
                 for version in reversed(self._by_name.get((owner, name, at), ())):
@@ -185,7 +238,7 @@ class PriceBook:
                         and version.rate.currency == currency
                     ):
                         return version
-        raise NoPrice(f"no price in {currency} for model {model!r}")
+        return None
 
     def rank(self, price_id: str) -> tuple[int, int]:
         """The order in which the versions of a slot take the period's tiers: by time, then as they were entered."""

@@ -26,7 +26,7 @@ from metering import frozen, hourly, queries, retention
 from metering.archive import Archive, ArchivedEvent, month_of, month_us, within
 from metering.counts import HOUR_US, CountRow, add_rows, hour_of
 from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
-from metering.events import VERSION, UsageEvent, VersionError, content_hash, encode
+from metering.events import VERSION, Outcome, UsageEvent, VersionError, content_hash, encode
 from metering.frozen import UsageRow
 from metering.queries import Query
 from metering.rollups import Rollups
@@ -264,9 +264,9 @@ class UsageStore:
             return rows
 
     def _live_events(self, query: Query) -> Iterator[UsageEvent]:
-        with self._client() as client, client.query_row_block_stream(*query) as blocks:
-            for block in blocks:
-                for row in block:
+        with self._client() as client, client.query_column_block_stream(*query) as blocks:
+            for columns in blocks:
+                for row in zip(*columns, strict=True):
                     yield _event(row)
 
     def _archived_within(self, start_us: int, end_us: int) -> list[int]:
@@ -420,16 +420,20 @@ def _once(events: Iterator[UsageEvent]) -> Iterator[UsageEvent]:
 
 
 _FIELDS = UsageEvent.__struct_fields__
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 def _event(row: Sequence[Any]) -> UsageEvent:
-    *values, digest = row
-    fields = dict(zip(_FIELDS, values, strict=True))
+    fields = dict(zip(_FIELDS, row, strict=False))  # behind them stands the hash
     if fields["v"] > VERSION:
         raise StoreNewer(f"event {fields['event_id']} was stored by a newer version of Meterhouse")
-    event = msgspec.convert(fields, UsageEvent)
+    outcome = _OUTCOMES.get(fields["outcome"])
+    if outcome is None:
+        raise StoreDamaged(f"event {fields['event_id']} is not what was inserted")
+    fields["outcome"] = outcome
+    event = UsageEvent(**fields)  # the columns have these types
     try:
-        sound = content_hash(event) == digest
+        sound = content_hash(event) == row[-1]
     except VersionError:  # a column has something that the event's version does not have
         sound = False
     if not sound:

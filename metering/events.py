@@ -175,6 +175,8 @@ def content_hash(event: UsageEvent) -> str:
 
 
 def _version_fault(event: UsageEvent) -> str | None:
+    if event.v == VERSION:  # which nothing is lacking in
+        return None
     if fault := _unknown(event.v):
         return fault
     extra = [name for name in _LACKING[event.v] if getattr(event, name)]

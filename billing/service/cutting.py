@@ -22,10 +22,11 @@ from billing.ledger import UsageRated
 from billing.lines import Charge, PeriodRule, close, cut_lines, digest, true_up
 from billing.periods import Period
 from billing.prices import PriceBook, PriceVersion
-from billing.rating import priced_quantities
 from billing.service.shell import Idempotency
 from billing.service.usage import UsageService
 from billing.store import NewEvent
+from billing.tariff import Tariffs
+from billing.tiers import TokenClass
 from metering.events import UsageEvent, content_hash
 from metering.receipts import leaf_of
 
@@ -193,7 +194,8 @@ def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent])
     Raises `LedgerDisagrees`.
     """
     tenant, prices = cut.tenant, cut.prices
-    charges = [_rerated(entry, events[id], tenant.currency, prices) for id, entry in cut.entries.items()]
+    tariffs = Tariffs(prices)
+    charges = [_rerated(entry, events[id], tenant.currency, prices, tariffs) for id, entry in cut.entries.items()]
     rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
     asked = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
     lines = close(id, tenant.currency, asked)
@@ -217,10 +219,11 @@ def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent])
     return msgspec.structs.replace(invoice, content_hash=content_hash_of(document(invoice, prices, cut.invoices)))
 
 
-def _rerated(entry: Entry, event: UsageEvent, currency: str, prices: PriceBook) -> Charge:
+def _rerated(entry: Entry, event: UsageEvent, currency: str, prices: PriceBook, tariffs: Tariffs) -> Charge:
     rated = entry.rated
     price = _price_again(rated, event, currency, prices)
-    if not agrees(rated, event, price):
+    tariff = tariffs.of(price.id)
+    if not agrees(rated, event, tariff):
         raise LedgerDisagrees(f"request {event.event_id} was charged otherwise than it is rated now")
     return Charge(
         event_id=event.event_id,
@@ -228,7 +231,7 @@ def _rerated(entry: Entry, event: UsageEvent, currency: str, prices: PriceBook) 
         ts_us=event.ts_us,
         model=event.model,
         adapter=event.adapter,
-        quantities=priced_quantities(event, price),
+        quantities={TokenClass(name): units for name, units in tariff.counted(event).items()},
         price=price,
         late_of=entry.late_of,
         period_start_us=rated.period_start_us,

@@ -90,5 +90,6 @@ class PriceService(Shell):
             )
             if price.rate.exact:
                 return price.rate
-            start_us = period_start(price, ts_us, tenant.billing_anchor_day, tenant.timezone)
-            return price.bound(self._books.positions.of(tenant_id, price, start_us))
+            tariff = self._books.tariffs.of(price.id)
+            start_us = period_start(tariff, ts_us, tenant.billing_anchor_day, tenant.timezone)
+            return price.bound(self._books.positions.of(tenant_id, tariff, start_us))

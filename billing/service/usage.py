@@ -194,11 +194,11 @@ class UsageService(NoticeService):
             price = self._price(event, event.ts_us if known_us is None else known_us)
             if price is None or unpriced(event, price):
                 return UsageUnrated(event=event, event_hash=digest, reason=NO_PRICE)
-            return rate(event, digest, tenant, price, positions, later=known_us is not None)
+            return rate(event, digest, tenant, self._books.tariffs.of(price.id), positions, later=known_us is not None)
 
     def _move(self, positions: Positions, rated: UsageRated) -> None:
         if rated.positions:
-            move(positions, rated, self._books.prices.versions[rated.price_id])
+            move(positions, rated, self._books.tariffs.of(rated.price_id))
 
     def _price(self, usage: UsageEvent | Unrated, known_us: int) -> PriceVersion | None:
         """The price of a known tenant's request by what the book knew at a time; `_state` is held."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from billing.accounts import Accounts, Tenant, TenantCreated
 from billing.budgets import Budgets
-from billing.errors import InsufficientCredits
+from billing.errors import InsufficientCredits, NoPrice
 from billing.holds import Holds
 from billing.ledger import CreditGranted, Grant, Ledger, UsageRated
 from billing.money import format_amount
@@ -68,13 +68,40 @@ def test_the_book_gives_what_the_rule_says(
     entries: list[dict[str, Any]], model: str, ts_us: int, known_us: int
 ) -> None:
     """The rule written the slow way: filter all, then order by nearness, time and sequence."""
-    book = PriceBook()
-    made: list[PriceVersion] = []
+    book, made = PriceBook(), made_of(entries)
+    for price in made:
+        book.apply(PriceSet(price=price))
+    assert looked_up(book, model, ts_us, known_us) == by_the_rule(made, model, ts_us, known_us)
+
+
+@given(st.lists(versions, max_size=12), names.filter(lambda name: name != "*"))
+def test_what_the_book_remembers_of_a_look_up_is_right_after_every_new_version(
+    entries: list[dict[str, Any]], model: str
+) -> None:
+    book, made = PriceBook(), made_of(entries)
+    for number, price in enumerate(made, 1):
+        book.apply(PriceSet(price=price))
+        for ts_us in range(8):
+            assert looked_up(book, model, ts_us, ts_us) == by_the_rule(made[:number], model, ts_us, ts_us)
+
+
+def made_of(entries: list[dict[str, Any]]) -> list[PriceVersion]:
+    found = []
     for number, entry in enumerate(entries):
         rate = Rate(price_id=str(number), currency=entry["currency"], prompt=1, cached=1, completion=1)
         fields = {name: value for name, value in entry.items() if name != "currency"}
-        made.append(PriceVersion(id=str(number), rate=rate, **fields))
-        book.apply(PriceSet(price=made[-1]))
+        found.append(PriceVersion(id=str(number), rate=rate, **fields))
+    return found
+
+
+def looked_up(book: PriceBook, model: str, ts_us: int, known_us: int) -> PriceVersion | None:
+    try:
+        return book.resolve("acme", model, "base", "usd", ts_us=ts_us, known_us=known_us)
+    except NoPrice:
+        return None
+
+
+def by_the_rule(made: list[PriceVersion], model: str, ts_us: int, known_us: int) -> PriceVersion | None:
     order = [("acme", model), ("acme", "*"), (None, model), (None, "base"), (None, "*")]
     able = [
         one
@@ -84,16 +111,11 @@ def test_the_book_gives_what_the_rule_says(
         and one.effective_at_us <= ts_us
         and one.recorded_us <= known_us
     ]
-    best = min(
+    return min(
         able,
         key=lambda one: (order.index((one.tenant, one.model)), -one.effective_at_us, -int(one.id)),
         default=None,
     )
-    try:
-        found: PriceVersion | None = book.resolve("acme", model, "base", "usd", ts_us=ts_us, known_us=known_us)
-    except Exception:
-        found = None
-    assert found == best
 
 
 class Till(RuleBasedStateMachine):

@@ -21,9 +21,10 @@ from billing.offers import ClassOffer, TierOffer, check_price, offer_of
 from billing.periods import Period, period_at
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet, PriceVersion, TokenClass, rate_of
-from billing.rating import ceiling_femto, charge_femto, priced_quantities
+from billing.tariff import Tariff, Tariffs
 from billing.tiers import UNITS, Component, PriceModel, cost_femto, dearest_femto, dearest_once_femto
 from metering.events import Outcome, UsageEvent, content_hash
+from tests.slow_rating import ceiling_femto, charge_femto, priced_quantities
 
 amounts = st.integers(0, 10**9).map(lambda nano: format_exact(Fraction(nano * 10**6)))
 MONTH_US = 31 * 86_400_000_000
@@ -140,6 +141,7 @@ class House:
         self.book = PriceBook()
         for number, classes in enumerate(offered):
             self.book.apply(PriceSet(price=version(number, classes)))
+        self.tariffs = Tariffs(self.book)
         self.positions = Positions()
         self.rated: list[tuple[UsageEvent, UsageRated]] = []
         self.invoices: list[Invoice] = []
@@ -150,14 +152,15 @@ class House:
 
     def record(self, event: UsageEvent) -> None:
         price = self.price(event)
-        bound = price.bound(self.positions.of("t", price, period_at(event.ts_us, 31, "Europe/Berlin").start_us))
-        found = rate(event, content_hash(event), TENANT, price, self.positions, later=False)
-        assert agrees(found.rated, event, price)
+        tariff = self.tariffs.of(price.id)
+        bound = price.bound(self.positions.of("t", tariff, period_at(event.ts_us, 31, "Europe/Berlin").start_us))
+        found = rate(event, content_hash(event), TENANT, tariff, self.positions, later=False)
+        assert agrees(found.rated, event, tariff)
         assert int(found.rated.amount_femto) <= found.ceiling_femto
         if not event.images:  # what is not known at the door is in no hold
             tokens = event.prompt_tokens * bound.dearest_prompt() + event.completion_tokens * bound.completion
             assert event.tool_calls > event.completion_tokens or found.ceiling_femto <= tokens + bound.fixed_femto
-        move(self.positions, found.rated, price)
+        move(self.positions, found.rated, tariff)
         self.rated.append((event, found.rated))
 
     def standing(self) -> list[Invoice]:
@@ -326,3 +329,22 @@ def test_a_hold_is_never_less_than_the_charge_wherever_it_comes_to_stand(
     later = dict.fromkeys(TokenClass, position + 5)
     for at in (before, later):
         assert charge_femto(price, counted, at) <= ceiling_femto(price, counted, before)
+
+
+@given(
+    books, st.tuples(small, small, small, st.integers(0, 2), small), st.dictionaries(st.sampled_from(TokenClass), small)
+)
+def test_a_tariff_says_what_the_rule_says(
+    offered: list[dict[str, ClassOffer]], counts: tuple[int, int, int, int, int], at: dict[TokenClass, int]
+) -> None:
+    price = version(0, offered[0])
+    one, tariff = event(0, FIRST_US, counts), Tariff(price)
+    counted = priced_quantities(one, price)
+    assert tariff.counted(one) == counted
+    names = {token_class.value: position for token_class, position in at.items()}
+    amount, ceiling = tariff.amounts_femto(tariff.counted(one), names)
+    assert amount == tariff.charge_femto(tariff.counted(one), names) == charge_femto(price, counted, at)
+    assert ceiling == ceiling_femto(price, counted, at)
+    assert set(tariff.tiered) == {one.token_class for one in price.components if not one.linear}
+    if tariff.flat:
+        assert tariff.flat_femto(one) == amount

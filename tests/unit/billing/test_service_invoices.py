@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from billing.accounts import Tenant
+from billing.charges import agrees
 from billing.errors import (
     Conflict,
     ExportError,
@@ -22,10 +23,10 @@ from billing.errors import (
     UnratedUsage,
 )
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
-from billing.prices import PriceVersion
-from billing.rating import priced_quantities
+from billing.ledger import UsageRated
 from billing.service import Idempotency, cutting
 from billing.store import EventStore
+from billing.tariff import Tariff
 from metering.events import UsageEvent
 
 HOUR_US = 3_600_000_000
@@ -114,16 +115,16 @@ def test_requests_go_on_while_the_charges_of_a_period_are_rated(house: Any, monk
         house.use(prompt=10, completion=0)
     served: list[bool] = []
 
-    def slow_quantities(event: UsageEvent, price: PriceVersion) -> Any:
+    def slow_agrees(rated: UsageRated, event: UsageEvent, tariff: Tariff) -> bool:
         if not served:
             house.set_price(prompt="5", effective_at_us=span[0])
         thread = threading.Thread(target=lambda: served.append(house.billing.authenticate(secret) is not None))
         thread.start()
         thread.join(5)
         assert not thread.is_alive()
-        return priced_quantities(event, price)
+        return agrees(rated, event, tariff)
 
-    monkeypatch.setattr(cutting, "priced_quantities", slow_quantities)
+    monkeypatch.setattr(cutting, "agrees", slow_agrees)
     invoice = draft(house, span)
     assert served == [True] * 3
     assert [(line.quantity, line.unit_price_nano) for line in invoice.lines] == [(30, 10**9)]
@@ -236,7 +237,7 @@ def test_unrated_usage_stands_in_the_way_until_it_is_rated(house: Any) -> None:
 def test_a_charge_that_is_rated_otherwise_now_is_not_invoiced(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     span = period(house)
     house.use()
-    monkeypatch.setattr("billing.charges.amount_femto", lambda event, rate: 1)
+    monkeypatch.setattr("billing.tariff.Tariff.flat_femto", lambda tariff, event: 1)
     with pytest.raises(LedgerDisagrees):
         draft(house, span)
     assert house.billing.invoices() == []

@@ -249,7 +249,7 @@ def test_a_charge_at_another_position_than_it_keeps_is_not_invoiced(
     offer(house, completion=GRADUATED)
     span = month(house)
     house.use(prompt=0, completion=90)
-    monkeypatch.setattr("billing.charges.charge_femto", lambda price, counted, at: 1)
+    monkeypatch.setattr("billing.tariff.Tariff.charge_femto", lambda tariff, counted, at: 1)
     with pytest.raises(LedgerDisagrees):
         draft(house, span)
 
