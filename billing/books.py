@@ -30,10 +30,21 @@ from billing.money import parse_exact
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.provider import ProviderEventSeen
+from billing.signing import SigningKeyPublished, SigningKeys
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 from billing.tariff import Tariffs
 
-Fact = AccountFact | PriceSet | LedgerFact | BudgetFact | InvoiceFact | ProviderEventSeen | AdminFact | CostRateSet
+Fact = (
+    AccountFact
+    | PriceSet
+    | LedgerFact
+    | BudgetFact
+    | InvoiceFact
+    | ProviderEventSeen
+    | AdminFact
+    | CostRateSet
+    | SigningKeyPublished
+)
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
@@ -71,6 +82,7 @@ class Books:
         self.ledger = Ledger(self.accounts)
         self.budgets = Budgets(self.accounts)
         self.invoices = Invoices()
+        self.signing_keys = SigningKeys()
         self.daily = DailyCharges()
 
     def apply(self, row: StoredEvent) -> Fact | None:
@@ -104,6 +116,8 @@ class Books:
                 self.admins.apply(fact)
             case CostRateSet():
                 self.costs.apply(fact)
+            case SigningKeyPublished():
+                self.signing_keys.apply(fact)
             case ProviderEventSeen():
                 pass  # what follows from it are facts of their own
             case _:

@@ -8,6 +8,7 @@ BillingError
 │   ├── IdempotencyConflict
 │   ├── PeriodOverlaps
 │   ├── PeriodNotClosed
+│   ├── NoSigningKey      an invoice cannot be signed here, so it is not made final
 │   ├── UnratedUsage      usage without a price stands in the way of an invoice
 │   └── LedgerDisagrees   two ways to the same sum part; nothing is invoiced until they agree
 ├── InsufficientCredits
@@ -73,6 +74,10 @@ class PeriodOverlaps(Conflict):
 
 class PeriodNotClosed(Conflict):
     """Usage of the period may still be on its way."""
+
+
+class NoSigningKey(Conflict):
+    """There is no key here that an invoice can be signed with."""
 
 
 class UnratedUsage(Conflict):

@@ -20,6 +20,7 @@ import msgspec
 from billing.accounts import Tenant
 from billing.errors import NotFound, PeriodOverlaps
 from billing.money import parse_exact
+from billing.signing import SignedHead
 from billing.tiers import PriceModel, Tier, TokenClass
 from metering.events import UsageEvent
 
@@ -148,6 +149,7 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     true_up: str = "0"  # femto-units, as n or n/d: the lines' exact sum less what the ledger charged for their events
     basis: Basis | None = None  # None: cut by a version that kept no tree
     content_hash: str = ""  # of its document (`document.py`), as it was when it was cut; empty where there is no basis
+    signed: SignedHead | None = None  # when it was made final; None where there is no basis
 
     @property
     def total_femto(self) -> int | Fraction:
@@ -214,6 +216,13 @@ class InvoiceFinalized(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.f
     at_us: int
 
 
+class InvoiceSigned(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.signed"):
+    """What its seller says of it, in the transaction that made it final."""
+
+    invoice_id: str
+    signed: SignedHead
+
+
 class InvoiceExportStarted(msgspec.Struct, frozen=True, kw_only=True, tag="invoice.export_started"):
     """From here on the provider may hold something: a void begins there."""
 
@@ -262,6 +271,7 @@ class InvoiceUncollectible(msgspec.Struct, frozen=True, kw_only=True, tag="invoi
 InvoiceFact = (
     InvoiceDrafted
     | InvoiceFinalized
+    | InvoiceSigned
     | InvoiceExportStarted
     | InvoiceExportAbandoned
     | InvoiceExported
@@ -286,6 +296,8 @@ class Invoices:
                 self._ids_of.setdefault(invoice.tenant, []).append(invoice.id)
             case InvoiceFinalized(invoice_id=id, at_us=at_us):
                 self._change(id, status=InvoiceStatus.FINALIZED, finalized_us=at_us)
+            case InvoiceSigned(invoice_id=id, signed=signed):
+                self._change(id, signed=signed)
             case InvoiceExportStarted(invoice_id=id, at_us=at_us):
                 self._change(id, export_started_us=at_us)
             case InvoiceExportAbandoned(invoice_id=id):

@@ -112,6 +112,7 @@ class Sources(msgspec.Struct, kw_only=True):
     gateway: str = ""  # whose journal it is
     open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
     documents: Mapping[str, str] = {}  # invoice id → the hash of its document as it is made now
+    unsound: Mapping[str, str] = {}  # invoice id → why its signature does not hold
     provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
 
 
@@ -312,6 +313,14 @@ def _document_difference(sources: Sources, invoice: Invoice) -> Iterable[Differe
             invoice_id=invoice.id,
             left=f"sha256 {invoice.content_hash} when it was cut",
             right=f"sha256 {now} now",
+        )
+    if fault := sources.unsound.get(invoice.id):
+        yield Difference(
+            between="invoice and its signature",
+            tenant=invoice.tenant,
+            invoice_id=invoice.id,
+            left=f"sha256 {invoice.content_hash}",
+            right=fault,
         )
 
 

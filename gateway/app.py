@@ -23,6 +23,7 @@ from gateway.admin import AdminState, admin_router
 from gateway.admission import Admission
 from gateway.alarms import sample_books
 from gateway.apidoc import api_config, pointer
+from gateway.billing.keys import signing_keys
 from gateway.capture import Capture
 from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
@@ -140,6 +141,7 @@ def create_app(
         metrics,
         pointer,
         stripe_webhook,
+        signing_keys,
     ]
     return Litestar(
         route_handlers=[*routes, *([admin_router(admin), organization_router(admin)] if admin is not None else [])],

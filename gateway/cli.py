@@ -20,6 +20,7 @@ import click
 
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
+from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_price import price_commands
 from gateway.cli_store import commands as store_commands
 from gateway.client import AdminClient, CallFailed, connect
@@ -489,7 +490,7 @@ def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | 
         raise click.exceptions.Exit(1)
 
 
-for _command in store_commands(_admin):
+for _command in (*store_commands(_admin), *invoice_commands(_admin)):
     main.add_command(_command)
 
 

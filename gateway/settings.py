@@ -66,6 +66,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     export_mode: Annotated[
         str, Meta(description="invoice: invoices are exported; meter: usage goes to Stripe's Billing Meters instead")
     ] = "invoice"
+    signing_key_file: Annotated[
+        Path | None,
+        Meta(description="Ed25519 key (PEM) that invoices are signed with; unset: made in the data folder"),
+    ] = None
     alert_url: Annotated[str | None, Meta(description="where alerts are posted; unset: they are only listed")] = None
     alert_secret: Annotated[str | None, Meta(description="whsec_… that alerts are signed with")] = None
     alert_spool_lag_s: Annotated[
@@ -197,6 +201,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def admin_key_file(self) -> Path:
         return self.data_dir / "admin.key"
+
+    @property
+    def signing_key(self) -> Path:
+        return self.signing_key_file or self.data_dir / "signing.key"
 
     @property
     def base_url(self) -> str:

@@ -21,6 +21,7 @@ import structlog
 from billing.errors import BillingError
 from billing.gateways import Gateways, GatewayTaken
 from billing.service import Billing
+from billing.signer import Signer
 from billing.store import EventStore
 from gateway.admin.times import format_time
 from gateway.idempotency import Store
@@ -114,7 +115,8 @@ class Stores:
         self._go_on()
         events = self.events = EventStore(settings.ledger)
         self.gateways = Gateways(events)
-        self.billing = Billing(events, base_model=base_model, clock=self._clock_us)
+        signer = Signer(settings.signing_key, self.folder, given=settings.signing_key_file is not None)
+        self.billing = Billing(events, base_model=base_model, clock=self._clock_us, signer=signer)
         self._stack.callback(self.billing.close)
         self._go_on()
         archive = Archive(settings.archive)

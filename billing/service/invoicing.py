@@ -9,14 +9,18 @@ from billing.errors import Conflict
 from billing.invoice import Invoice, InvoiceFinalized, InvoiceStatus
 from billing.service.cutting import CuttingService
 from billing.service.shell import Idempotency, page
+from billing.service.signing import SigningService
 from billing.store import NewEvent
 
 
-class InvoiceService(CuttingService):
+class InvoiceService(CuttingService, SigningService):
     """What a tenant owes."""
 
     def finalize_invoice(self, invoice_id: str, *, idempotency: Idempotency | None = None) -> Invoice:
-        """Make a draft final; a final one stays as it is. Raises `NotFound`, `Conflict`."""
+        """Make a draft final, and sign it; a final one stays as it is. Raises `NotFound`, `Conflict`, `NoSigningKey`.
+
+        A draft of a version that kept nothing to verify it by is not signed.
+        """
 
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             invoice = self._books.invoices.get(invoice_id)
@@ -25,7 +29,11 @@ class InvoiceService(CuttingService):
             if invoice.status is not InvoiceStatus.DRAFT:
                 raise Conflict(f"the invoice is {invoice.status}")
             final = msgspec.structs.replace(invoice, status=InvoiceStatus.FINALIZED, finalized_us=time_us)
-            return [new_event(f"invoice:{invoice_id}", InvoiceFinalized(invoice_id=invoice_id, at_us=time_us))], final
+            rows = [new_event(f"invoice:{invoice_id}", InvoiceFinalized(invoice_id=invoice_id, at_us=time_us))]
+            if invoice.basis is None:
+                return rows, final
+            signing, signed = self._signed(invoice, time_us)
+            return [*rows, *signing], msgspec.structs.replace(final, signed=signed)
 
         return self._command("finalize_invoice", idempotency, Invoice, decide)[0]
 

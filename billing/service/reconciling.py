@@ -74,6 +74,7 @@ class ReconcileService(PaymentService, MarginService, AdminService):
                 gateway=gateway,
                 open_from_us=open_from_us,
                 documents=self._documents(invoices, start_us, end_us),
+                unsound=self._unsound(invoices, start_us, end_us),
                 provider=_held_there(stripe, invoices, start_us, end_us),
             )
         )
@@ -109,6 +110,20 @@ class ReconcileService(PaymentService, MarginService, AdminService):
             for invoice in of_tenant
             if invoice.basis and invoice.period_start_us < end_us and start_us < invoice.period_end_us
         }
+
+    def _unsound(self, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int) -> dict[str, str]:
+        """Why the signature of an invoice whose period touches the range does not hold, where it does not."""
+        found: dict[str, str] = {}
+        for of_tenant in invoices.values():
+            for invoice in of_tenant:
+                if invoice.signed and invoice.period_start_us < end_us and start_us < invoice.period_end_us:
+                    with self._state:
+                        fault = self._books.signing_keys.fault(invoice.signed)
+                    if invoice.signed.head.content_hash != invoice.content_hash:
+                        fault = "another content was signed"
+                    if fault:
+                        found[invoice.id] = fault
+        return found
 
     def _charged(self, tenants: Iterable[str], start_us: int, end_us: int) -> list[Charged]:
         return [

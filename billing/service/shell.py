@@ -26,6 +26,7 @@ from billing.errors import IdempotencyConflict, Invalid
 from billing.holds import Holds
 from billing.ledger import UsageRated, UsageUnrated
 from billing.quotas import QuotaBook
+from billing.signer import Signer
 from billing.store import EventStore, Log, NewEvent, StoredEvent
 from metering.events import UsageEvent
 
@@ -67,9 +68,12 @@ class Shell:
         clock: Callable[[], int] = now_us,
         new_id: Callable[[str], str] = new_id,
         price_lead_us: int = PRICE_LEAD_US,
+        signer: Signer | None = None,
     ) -> None:
+        """`signer` has the key of final invoices; without one none is made final here."""
         self.base_model = base_model  # the name the engine's own model is asked for by
         self._store = store
+        self._signer = signer
         self._clock = clock
         self._new_id = new_id
         self._writing = threading.RLock()

@@ -35,6 +35,7 @@ from gateway.admin.idempotency import provide_idempotency
 from gateway.admin.margin import router as margin_router
 from gateway.admin.meters import router as meters_router
 from gateway.admin.query import check_query
+from gateway.admin.signing import router as signing_router
 from gateway.admin.state import AdminState
 
 ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
@@ -74,6 +75,7 @@ def admin_router(state: AdminState) -> Router:
             alerts_router,
             margin_router,
             meters_router,
+            signing_router,
         ],
         dependencies={
             "admin": Provide(provide_admin, sync_to_thread=False),

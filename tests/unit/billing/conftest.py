@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from billing.service import Billing
+from billing.signer import Signer
 from billing.store import EventStore
 from metering.events import Outcome, UsageEvent
 
@@ -59,8 +61,9 @@ class Shelf:
 class House:
     """Billing over a store, restarted at will."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, folder: Path) -> None:
         self.url = url
+        self.folder = folder
         self.clock = Clock()
         self.numbers = itertools.count(1)
         self.opened: list[Billing] = []
@@ -69,7 +72,8 @@ class House:
 
     def open(self) -> Billing:
         """Another process on the same ledger."""
-        billing = Billing(EventStore(self.url), base_model="base", clock=self.clock, price_lead_us=0)
+        signer = Signer(self.folder / "signing.key", "house")
+        billing = Billing(EventStore(self.url), base_model="base", clock=self.clock, price_lead_us=0, signer=signer)
         self.opened.append(billing)
         return billing
 
@@ -114,11 +118,11 @@ class House:
 
 
 @pytest.fixture
-def open_house() -> Iterator[Callable[[str], House]]:
+def open_house(tmp_path: Path) -> Iterator[Callable[[str], House]]:
     houses: list[House] = []
 
     def make(url: str) -> House:
-        house = House(url)
+        house = House(url, tmp_path / "house")
         houses.append(house)
         house.billing.create_tenant(id="acme", name="Acme")
         house.set_price()
