@@ -174,15 +174,15 @@ class Capture:
             self._telemetry["vllm:inter_token_latency_seconds"].observe((now_s - live.last_token_s) / tokens)
         live.last_token_s = now_s
 
-    async def settle(self, live: Live, outcome: Outcome, finish_reason: str = "") -> None:
-        """Make the request's end durable: the spool, then the balance, then the journal's mark.
+    async def settle(self, live: Live, outcome: Outcome, finish_reason: str = "") -> UsageEvent | None:
+        """Make the request's end durable: the spool, then the balance, then the journal's mark. The event, on disk.
 
         From here on its counts stand: later steps of the engine are not added. Raises `SpoolError` when the spool
         cannot write now; the event is queued and everything else is done. Must not be cancelled. A second call for a
-        request does nothing.
+        request does nothing, and gives None.
         """
         if live.settling:
-            return
+            return None
         live.settling = True
         for part in live.parts:
             self._by_part.pop(part, None)
@@ -199,6 +199,7 @@ class Capture:
             raise
         else:
             self._journal_settled(live.id)
+            return event
         finally:
             self._open.discard(live)
             self._billing.settle(event)

@@ -93,6 +93,7 @@ def worded(body: Sampling, ask: Ask, model: str, dialect: Dialect) -> Callable[[
         n=ask.n,
         stream=ask.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_receipt=body.stream_options is not None and body.stream_options.include_receipt,
         prompt_logprobs=body.prompt_logprobs is not None,
     )
 

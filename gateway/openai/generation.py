@@ -30,9 +30,13 @@ from gateway.errors import ApiError, DeadlineExceeded, InternalError, Unavailabl
 from gateway.idempotency import Claim
 from gateway.openai.render import Renderer
 from gateway.sse import Answer
-from metering.events import Outcome
+from metering.events import Outcome, UsageEvent
+from metering.receipts import encode_receipt, receipt_of
 
 log = structlog.get_logger(__name__)
+
+RECEIPT = "x-meterhouse-receipt"
+"""The header of an answer that is not streamed with the receipt for it, one line of JSON."""
 
 _CUT_TEXT: dict[Outcome, Callable[[], ApiError]] = {
     Outcome.ABORT: lambda: InternalError("The request was aborted."),
@@ -236,15 +240,25 @@ class Generation:
                     await self._claim.keep(self.answer.body() + b"".join(ending))
             except Exception as error:  # ours; the request is settled all the same
                 outcome, finish_reason, fault = Outcome.ERROR, "", error
-        await self._capture.settle(self._admitted.live, outcome, finish_reason)
+        event = await self._capture.settle(self._admitted.live, outcome, finish_reason)
         if outcome is Outcome.FINISHED:
-            self.answer.end(ending)
+            self.answer.end(ending if event is None else self._receipted(ending, event))
         else:
             self.answer.fail(self._error(outcome, fault))
 
     async def _ending(self) -> list[bytes]:
         counts, renderer = self._admitted.live.counts, self._renderer
         return await asyncio.to_thread(renderer.ending, counts) if renderer.takes_long else renderer.ending(counts)
+
+    def _receipted(self, ending: list[bytes], event: UsageEvent) -> list[bytes]:
+        """The end of the answer with the receipt for what is on disk now: in its headers, or in a stream's last chunk.
+
+        An answer that is kept has none: should a crash keep its settlement from the disk, the event will be another.
+        """
+        receipt = encode_receipt(receipt_of(event))
+        if not self.answer.stream:
+            self.answer.headers = {**self.answer.headers, RECEIPT: receipt.decode()}
+        return self._renderer.receipted(ending, receipt)
 
     def _outcome(self, fault: Exception | None) -> tuple[Outcome, str]:
         finish = next((finish for finish in _GRAVEST_FIRST if finish in self._ends), None)

@@ -17,6 +17,7 @@ from engine.types import ChoiceDelta, Finish, TokenCounts, TokenLogprob, Update
 from gateway.sse import DONE
 
 _encode = msgspec.json.Encoder().encode
+_CHUNK_END = b"}\n\n"
 
 INSUFFICIENT_QUOTA = "insufficient_quota"
 PromptLogprobs = list[TokenLogprob | None]
@@ -219,11 +220,13 @@ class Renderer:
         n: int,
         stream: bool,
         include_usage: bool,
+        include_receipt: bool = False,  # in the chunk with the usage, which a stream has then
         prompt_logprobs: bool = False,  # in fields of their own
     ) -> None:
         self._dialect = dialect
         self._stream = stream
-        self._include_usage = include_usage
+        self._tells_usage = include_usage or include_receipt
+        self._tells_receipt = include_receipt
         self._n = n
         self._choices = [Choice(index) for index in range(choices)]
         self._tells_prompts = prompt_logprobs
@@ -296,10 +299,17 @@ class Renderer:
         """What may leave once the request is settled: the usage chunk and `[DONE]`, or the whole body."""
         if not self._stream:
             return [_encode(self._whole_body(counts))]
-        if not self._include_usage:
+        if not self._tells_usage:
             return [DONE]
-        usage = b'],"usage":' + _encode(counts_json(counts)) + b"}\n\n"
+        usage = b'],"usage":' + _encode(counts_json(counts)) + _CHUNK_END
         return [b"data: " + self._head + usage, DONE]
+
+    def receipted(self, ending: list[bytes], receipt: bytes) -> list[bytes]:
+        """What `ending` gave, with the receipt beside the usage where a stream was asked for it."""
+        if not (self._stream and self._tells_receipt):
+            return ending
+        usage, *done = ending
+        return [usage.removesuffix(_CHUNK_END) + b',"receipt":' + receipt + _CHUNK_END, *done]
 
     def _whole_body(self, counts: TokenCounts) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._choices]

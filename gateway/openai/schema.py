@@ -26,6 +26,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class StreamOptions(Body, kw_only=True):
     include_usage: bool = False
+    include_receipt: bool = False  # ours: the last chunk has the usage and, beside it, the receipt for it
     include_obfuscation: bool = False
 
 
