@@ -31,8 +31,10 @@ from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.provider import ProviderEventSeen
 from billing.signing import SigningKeyPublished, SigningKeys
+from billing.stays import Stays
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
 from billing.tariff import Tariffs
+from billing.terms import CommitmentSet, DiscountEnded, DiscountGiven, TaxSet, Terms, TermsFact
 
 Fact = (
     AccountFact
@@ -44,6 +46,7 @@ Fact = (
     | AdminFact
     | CostRateSet
     | SigningKeyPublished
+    | TermsFact
 )
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -81,6 +84,8 @@ class Books:
         self.positions = Positions()
         self.ledger = Ledger(self.accounts)
         self.budgets = Budgets(self.accounts)
+        self.stays = Stays()
+        self.terms = Terms()
         self.invoices = Invoices()
         self.signing_keys = SigningKeys()
         self.daily = DailyCharges()
@@ -110,6 +115,10 @@ class Books:
                 self.budgets.apply(fact)
             case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
                 self.accounts.apply(fact)
+                if isinstance(fact, AdapterAdded | AdapterRemoved):
+                    self.stays.apply(fact, row.time_us)
+            case DiscountGiven() | DiscountEnded() | CommitmentSet() | TaxSet():
+                self.terms.apply(fact)
             case PriceSet():
                 self.prices.apply(fact)
             case AdminKeyCreated() | AdminKeyRevoked() | CommandRefused():

@@ -21,9 +21,10 @@ import msgspec
 
 from billing import merkle
 from billing.invoice import Basis, CountedFrom, Invoice, InvoiceLine, InvoiceStatus, LatePeriod
-from billing.lines import Charge, Group, PeriodRule, booked_lines
+from billing.lines import Charge, Group, booked_lines
 from billing.money import exact_text, minor_digits
 from billing.prices import PriceBook, PriceVersion
+from billing.terms import InvoiceTerms, PeriodRule
 
 Document = dict[str, Any]
 
@@ -49,7 +50,7 @@ def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -
     basis = invoice.basis
     booked = _booked(invoice, prices, invoices)
     named = {*basis.price_ids, *(one.price_id for one in invoice.lines), *(line.price_id for _, line in booked)}
-    said = {
+    said: Document = {
         "version": VERSION,
         "object": "meterhouse.invoice",
         "id": invoice.id,
@@ -74,6 +75,8 @@ def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -
         "booked": [{"invoice_id": id, **_line(line)} for id, line in booked],
         "events": {"count": invoice.event_count, "root": basis.root, "digest": invoice.events_digest},
     }
+    if invoice.terms != InvoiceTerms():
+        said["terms"] = msgspec.to_builtins(invoice.terms)
     plain: Document = json.loads(canonical(said))  # lists where there were tuples: what everybody else reads
     return plain
 
@@ -124,7 +127,7 @@ def _booked(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) ->
         if one.id != invoice.id and one.stood_at(invoice.cut_seq)
     ]
     shared = {
-        Group(line.period_start_us, prices.versions[line.price_id].slot, line.token_class)
+        Group(line.period_start_us, prices.versions[line.price_id].slot, line.unit_class)
         for line in invoice.lines
         if line.tiers
     }

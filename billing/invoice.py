@@ -19,10 +19,12 @@ import msgspec
 
 from billing.accounts import Tenant
 from billing.errors import NotFound, PeriodOverlaps
-from billing.money import parse_exact
+from billing.line import InvoiceLine, LineKind
 from billing.signing import SignedHead
-from billing.tiers import PriceModel, Tier, TokenClass
+from billing.terms import InvoiceTerms
 from metering.events import UsageEvent
+
+__all__ = ["InvoiceLine", "LineKind"]  # what a line is, `billing/line.py` says
 
 
 class InvoiceStatus(StrEnum):
@@ -38,54 +40,6 @@ class InvoiceStatus(StrEnum):
 
 AT_PROVIDER = frozenset({InvoiceStatus.EXPORTED, InvoiceStatus.PAID, InvoiceStatus.UNCOLLECTIBLE})
 """What the payment provider has, final, and not void."""
-
-
-class LineKind(StrEnum):
-    """What a line asks money for."""
-
-    USAGE = "usage"
-    MINIMUM = "minimum"  # what a price's minimum asks beyond the usage of its period
-
-
-class InvoiceLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Units of one class at one price: linear ones of one model, or all that share the tiers of one period.
-
-    `id` is unique for ever and the same on every export. `late_of` names the earlier invoice whose
-    period these units belong to when they turned up after its cut; empty for the period's own.
-
-    A line can be computed again from itself (`billing/lines.py`): a linear one is quantity x unit price; one that is
-    not is what all `total` units of this price, with `position` units of earlier versions before them, come to in the
-    period by `tiers`, less `booked`, which earlier standing invoices have of it.
-    """
-
-    id: str
-    model: str
-    adapter: str
-    token_class: TokenClass
-    price_id: str
-    period_start_us: int
-    period_end_us: int
-    late_of: str = ""
-    quantity: int  # base units (`tiers.UNITS`): tokens, images, milliseconds …
-    unit_price_nano: int  # nano-units of currency per million tokens, or for `tiers.Unit.per`; 0 where tiers say it
-    amount_minor: int  # rounded; the lines' sum is the rounded exact total
-    kind: LineKind = LineKind.USAGE
-    endpoint: str = ""  # whose own price it is; empty: no endpoint's
-    exact: str = ""  # femto-units before the one rounding, as n or n/d; empty: quantity x unit price
-    price_model: PriceModel = PriceModel.FLAT
-    tiers: tuple[Tier, ...] = ()  # empty: linear
-    package_size: int = 0
-    allowance: int = 0
-    minimum: str = ""  # exact decimal text
-    position: int = 0
-    total: int = 0
-    booked: str = "0"  # femto-units, as `exact`
-    base: str = "0"  # femto-units that the line is computed from: for a minimum, what the period's usage came to
-
-    @property
-    def amount_femto(self) -> int | Fraction:
-        """The exact amount, before the one rounding."""
-        return parse_exact(self.exact) if self.exact else self.quantity * self.unit_price_nano
 
 
 class LatePeriod(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,15 +100,23 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     uncollectible_us: int | None = None
     payment_failures: int = 0  # attempts of the provider that failed
     payment_failed_us: int | None = None  # the last of them
-    true_up: str = "0"  # femto-units, as n or n/d: the lines' exact sum less what the ledger charged for their events
+    true_up: str = "0"  # femto-units, as n or n/d: what the lines book in the balance beyond their events' charges
     basis: Basis | None = None  # None: cut by a version that kept no tree
     content_hash: str = ""  # of its document (`document.py`), as it was when it was cut; empty where there is no basis
     signed: SignedHead | None = None  # when it was made final; None where there is no basis
+    terms: InvoiceTerms = InvoiceTerms()  # discounts, minimum and tax that it was cut by
+    automatic: bool = False  # cut by the clock, not because somebody asked
+    provider_tax_minor: int = 0  # what the payment provider added as tax; not in `total_minor`
 
     @property
     def total_femto(self) -> int | Fraction:
-        """The exact total, before the one rounding."""
+        """The exact total; of it, the tax is that of the rounded subtotal."""
         return sum(line.amount_femto for line in self.lines)
+
+    @property
+    def tax_minor(self) -> int:
+        """Of the total, by fixed rates; what Stripe Tax adds is in no total of ours."""
+        return sum(line.amount_minor for line in self.lines if line.kind is LineKind.TAX)
 
     def has(self, ts_us: int) -> bool:
         """Whether the instant lies in the period."""
@@ -172,6 +134,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     total_minor: int
     status: str  # the provider's word
     ids: dict[str, str] = {}  # our id (of invoice or line) → the provider's
+    tax_minor: int = 0  # what the provider added as tax; not in `total_minor`
 
 
 class Exporter(Protocol):
@@ -309,6 +272,7 @@ class Invoices:
                     exported_us=at_us,
                     stripe_invoice_id=result.stripe_invoice_id,
                     stripe_ids=result.ids,
+                    provider_tax_minor=result.tax_minor,
                 )
             case InvoiceVoided(invoice_id=id, at_us=at_us):
                 self._change(id, status=InvoiceStatus.VOID, voided_us=at_us, voided_seq=seq)

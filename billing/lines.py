@@ -16,13 +16,16 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 
 import msgspec
 
-from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, LineKind
-from billing.money import allocate, exact_text
-from billing.periods import Period, period_at
+from billing.invoice import Invoice, InvoiceStatus
+from billing.line import UNBOOKED, InvoiceLine, LineKind
+from billing.money import allocate, exact_text, parse_amount, parse_exact, percent_of
+from billing.periods import Period
 from billing.prices import PriceBook, PriceVersion, Slot, TokenClass
+from billing.terms import UTC_MONTHS, PeriodRule
 from billing.tiers import Component, cost_femto, unit_femto
 
 __all__ = [
@@ -54,19 +57,6 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     charged_femto: int = 0  # what the ledger charged for it
     leaf: bytes = b""  # of the invoice's tree
     priced_later: bool = False  # by a price that was set after it was settled without one
-
-
-class PeriodRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The tenant's anchor and zone, which say when a period that began ends."""
-
-    anchor_day: int = 1
-    timezone: str = "UTC"
-
-    def end_of(self, start_us: int) -> int:
-        return period_at(start_us, self.anchor_day, self.timezone).end_us
-
-
-UTC_MONTHS = PeriodRule()
 
 
 class Group(msgspec.Struct, frozen=True, order=True):
@@ -117,20 +107,41 @@ def close(invoice_id: str, currency: str, lines: Sequence[InvoiceLine]) -> tuple
     )
 
 
-def again(line: InvoiceLine) -> int | None:
-    """What a line of usage comes to when it is computed again from what it says; None for other kinds."""
-    if line.kind is not LineKind.USAGE:
-        return None
-    if not line.tiers:
-        return line.quantity * unit_femto(line.token_class, line.unit_price_nano)
-    component = Component(
-        token_class=line.token_class,
+def again(line: InvoiceLine) -> int | Fraction | None:
+    """What a line comes to when it is computed again from what it says; None for a carry, which hangs on all lines."""
+    base, booked = parse_exact(line.base), parse_exact(line.booked)
+    match line.kind:
+        case LineKind.USAGE if not line.tiers:
+            return line.quantity * unit_femto(line.unit_class, line.unit_price_nano)
+        case LineKind.USAGE:
+            return cost_femto(_component(line), line.position, line.total) - booked
+        case LineKind.MINIMUM:
+            return max(0, _component(line).minimum_femto - base) - booked
+        case LineKind.ADAPTER:
+            return Fraction(line.quantity * unit_femto(line.unit_class, line.unit_price_nano), line.total)
+        case LineKind.DISCOUNT if line.rate:
+            return -percent_of(base, line.rate) - booked
+        case LineKind.DISCOUNT if line.fixed:
+            return -min(base, parse_amount(line.fixed) * Fraction(line.share)) - booked
+        case LineKind.DISCOUNT:  # one that its period's terms do not know any more: what was booked of it goes back
+            return -booked
+        case LineKind.COMMITMENT:
+            return max(Fraction(0), sum((part.target_femto for part in line.parts), Fraction(0)) - base) - booked
+        case LineKind.TAX:
+            return percent_of(base, line.rate)
+        case LineKind.CARRY:
+            return None
+
+
+def _component(line: InvoiceLine) -> Component:
+    return Component(
+        token_class=line.unit_class,
         model=line.price_model,
         tiers=line.tiers,
         package_size=line.package_size,
         allowance=line.allowance,
+        minimum=line.minimum,
     )
-    return cost_femto(component, line.position, line.total) - int(line.booked)
 
 
 def digest(charges: Iterable[Charge]) -> str:
@@ -184,7 +195,7 @@ def booked_lines(earlier: Sequence[Invoice], book: PriceBook) -> dict[Group, lis
             for line in invoice.lines:
                 if line.tiers:
                     slot = book.versions[line.price_id].slot
-                    found[Group(line.period_start_us, slot, line.token_class)].append(line)
+                    found[Group(line.period_start_us, slot, line.unit_class)].append(line)
     return found
 
 
@@ -241,7 +252,7 @@ def _minimums(
     for line in lines:
         if line.tiers:
             slot = book.versions[line.price_id].slot
-            sums.setdefault(Group(line.period_start_us, slot, line.token_class), []).append(line)
+            sums.setdefault(Group(line.period_start_us, slot, line.unit_class), []).append(line)
     for group in sorted(sums):
         usage = [line for line in sums[group] if line.kind is LineKind.USAGE]
         end_us = rule.end_of(group.period_start_us)
@@ -310,5 +321,6 @@ def _line(
 
 
 def true_up(lines: Iterable[InvoiceLine], charges: Iterable[Charge]) -> str:
-    """What the lines come to beyond what the ledger charged on the way, exactly."""
-    return exact_text(sum(line.amount_femto for line in lines) - sum(charge.charged_femto for charge in charges))
+    """What the lines book in the balance beyond what the ledger charged on the way, exactly."""
+    booked = sum(line.amount_femto for line in lines if line.kind not in UNBOOKED)
+    return exact_text(booked - sum(charge.charged_femto for charge in charges))

@@ -36,6 +36,7 @@ from billing.duties import Duties, Duty, DutyLost
 from billing.errors import ExportError, NotFound
 from billing.invoice import Invoice
 from billing.ledger import UsageRated
+from billing.line import LineKind
 from billing.rating import quantities
 from billing.service import Billing
 from billing.store import EventStore, StoredEvent
@@ -239,11 +240,11 @@ class MeterExport:
         """Why an invoice must not be exported: its charges are, in part, Stripe's to invoice. Empty: it may be."""
         position = self.position()
         if position is None:
-            return "usage is exported to Stripe's meters (export_mode)" if metered else ""
+            return f"usage is exported to Stripe's meters (export_mode){_beside(invoice)}" if metered else ""
         if invoice.cut_seq <= position.from_seq:
             return ""
         if metered or invoice.period_start_us <= self._last_metered_us(position):
-            return "usage of its period was exported to Stripe's meters, which invoice it"
+            return f"usage of its period was exported to Stripe's meters, which invoice it{_beside(invoice)}"
         return ""
 
     # -- one batch --------------------------------------------------------------------------------
@@ -479,6 +480,12 @@ class MeterExport:
         """When the last row that is through was recorded, and so no earlier than its usage."""
         rows = self._store.read(position.done_seq - 1, 1) if position.done_seq > position.from_seq else []
         return rows[0].time_us if rows else position.from_us
+
+
+def _beside(invoice: Invoice) -> str:
+    """What of an invoice no meter has."""
+    kinds = dict.fromkeys(line.kind.value for line in invoice.lines if line.kind is not LineKind.USAGE)
+    return f"; its lines of the kind {', '.join(kinds)} are on no meter: they are agreed in Stripe" if kinds else ""
 
 
 def _units(rows: Iterable[StoredEvent]) -> list[Unit]:

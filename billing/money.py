@@ -17,7 +17,7 @@ NANO = 10**9
 FEMTO = 10**15
 
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-_EXACT = re.compile(r"-?\d{1,120}(/[1-9]\d{0,119})?", re.ASCII)
+_EXACT = re.compile(r"-?\d{1,1000}(/[1-9]\d{0,999})?", re.ASCII)
 
 MINOR_DIGITS = {  # ISO 4217, the currencies Stripe bills in whole, hundredth and thousandth units
     "usd": 2,
@@ -92,6 +92,30 @@ def parse_price(text: str) -> int:
 def parse_amount(text: str) -> int:
     """Amount as text → femto-units. At most 15 decimals."""
     return _scaled(text, FEMTO, 15)
+
+
+def parse_percent(text: str) -> int:
+    """Percentage as text → billionths of a percent. At most 9 decimals, not negative."""
+    found = _scaled(text, NANO, 9)
+    if found < 0:
+        raise MoneyError("a percentage is not negative")
+    return found
+
+
+def format_percent(billionths: int) -> str:
+    """Billionths of a percent → exact decimal text."""
+    return _decimal_text(billionths, 9, 0)
+
+
+def percent_of(femto: int | Fraction, percent: str) -> Fraction:
+    """So many percent of an amount, exactly."""
+    return Fraction(femto) * parse_percent(percent) / (100 * NANO)
+
+
+def minor_femto(minor: int, currency: str) -> int:
+    """Minor units → femto-units."""
+    unit: int = 10 ** (15 - minor_digits(currency))
+    return minor * unit
 
 
 def _decimal_text(value: int, digits: int, keep: int) -> str:

@@ -19,6 +19,7 @@ from billing.tiers import REQUIRED, TIERS_MAX, TOKENS, UNITS, Component, PriceMo
 ANY = "*"
 PRICE_MAX_NANO = 10**9 * NANO  # a thousand units a token: typing errors end here, and so do 64 bits
 EACH_MAX_NANO = 10**3 * NANO  # of a call, an image, a package: as much as the dearest token
+MONTH_MAX_NANO = 10**6 * NANO  # of an adapter for a month
 QUANTITY_MAX = 10**12
 
 
@@ -108,8 +109,8 @@ def simple(components: tuple[Component, ...]) -> bool:
 
 def _component(faults: Faults, token_class: TokenClass, offer: ClassOffer) -> Component:
     field, scale = f"classes.{token_class.value}", UNITS[token_class].scale
-    if token_class is TokenClass.ADAPTER_MONTH:
-        faults.add(field, "is not charged by this version")
+    if token_class is TokenClass.ADAPTER_MONTH and not _plain(offer):
+        faults.add(field, "is charged by time: it has a flat price, without allowance and minimum")
     if (offer.package_size is not None) != (offer.model is PriceModel.PACKAGE):
         faults.add(f"{field}.package_size", "is for the model package, which needs it")
     package_size = 0 if offer.package_size is None else offer.package_size
@@ -129,9 +130,15 @@ def _component(faults: Faults, token_class: TokenClass, offer: ClassOffer) -> Co
     )
 
 
+def _plain(offer: ClassOffer) -> bool:
+    return offer.model is PriceModel.FLAT and not offer.allowance and offer.minimum is None
+
+
 def _tiers(faults: Faults, field: str, token_class: TokenClass, offer: ClassOffer) -> tuple[Tier, ...]:
     tiered = offer.model in (PriceModel.GRADUATED, PriceModel.VOLUME)
     most = PRICE_MAX_NANO if token_class in TOKENS and offer.model is not PriceModel.PACKAGE else EACH_MAX_NANO
+    if token_class is TokenClass.ADAPTER_MONTH:
+        most = MONTH_MAX_NANO
     if not tiered:
         if offer.tiers:
             faults.add(f"{field}.tiers", "are for the models graduated and volume")

@@ -24,13 +24,17 @@ from billing.invoice import (
 
 
 class ProviderInvoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One invoice as the provider has it. `faults` are what it holds otherwise than we sent it, in words."""
+    """One invoice as the provider has it. `faults` are what it holds otherwise than we sent it, in words.
+
+    `total_minor` is without the tax that the provider itself added.
+    """
 
     id: str
     status: str  # the provider's word: draft, open, paid, uncollectible, void
     total_minor: int
     attempts: int = 0  # to collect it, those that failed and the one that did not
     faults: tuple[str, ...] = ()
+    tax_minor: int = 0
 
 
 class ProviderEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from fractions import Fraction
 
 import msgspec
 
-from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, owner
+from billing.invoice import Invoice, InvoiceStatus, owner
 from billing.ledger import Unrated, UsageRated
+from billing.line import UNBOOKED, InvoiceLine, LineKind
 from billing.money import parse_exact
 from billing.provider import ProviderInvoice, status_fault
 from billing.rating import quantities
@@ -333,7 +334,7 @@ def _lines_differences(
     sources: Sources, invoice: Invoice, on: Mapping[tuple[str, str], Sequence[UsageRated]]
 ) -> Iterable[Difference]:
     """Each of the invoice's periods that lies whole in what is compared: lines against charges."""
-    if invoice.true_up != "0" or any(line.tiers for line in invoice.lines):
+    if invoice.true_up != "0" or any(line.tiers or line.kind is not LineKind.USAGE for line in invoice.lines):
         yield from _tiered_differences(sources, invoice, on)
         return
     late_of = {line.late_of for line in invoice.lines} | {key[1] for key in on if key[0] == invoice.id} | {""}
@@ -363,11 +364,13 @@ def _section_difference(
     left: dict[str, int] = defaultdict(int)
     right: dict[str, int] = defaultdict(int)
     for line in lines:
-        left[line.token_class.value] += line.quantity
+        if line.kind is LineKind.USAGE:
+            left[line.unit_class.value] += line.quantity
     for one in rated:
         for name, units in (one.quantities or _counts(one)).items():
             right[name] += units
-    ours = _words(left, sum((line.amount_femto for line in lines), Fraction(0)))
+    booked = (line.amount_femto for line in lines if line.kind not in UNBOOKED)
+    ours = _words(left, sum(booked, Fraction(0)))
     theirs = _words(right, sum((int(one.amount_femto) for one in rated), Fraction(true_up)))
     if ours != theirs:
         yield Difference(
@@ -407,6 +410,8 @@ def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Differe
         yield _apart(invoice, str(invoice.status), f"{theirs.id} {fault}")
     if theirs.total_minor != invoice.total_minor:
         yield _apart(invoice, str(invoice.total_minor), f"{theirs.id} total {theirs.total_minor}")
+    if theirs.tax_minor != invoice.provider_tax_minor:
+        yield _apart(invoice, f"tax {invoice.provider_tax_minor}", f"{theirs.id} tax {theirs.tax_minor}")
     if theirs.faults:
         yield _apart(invoice, f"{len(invoice.lines)} lines", f"{theirs.id} {'; '.join(theirs.faults)}")
 

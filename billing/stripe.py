@@ -16,6 +16,7 @@ https://docs.stripe.com/api/invoices, https://docs.stripe.com/api/idempotent_req
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ import stripe
 
 from billing.accounts import Tenant
 from billing.errors import Conflict, ExportError, StripeNotConfigured
-from billing.invoice import ExportResult, Invoice, InvoiceLine
+from billing.invoice import ExportResult, Invoice
+from billing.line import InvoiceLine, LineKind
 from billing.money import format_minor
 from billing.provider import ProviderInvoice
 from billing.stripe_calls import StripeCalls, StripeRefused, StripeUnavailable
-from billing.wording import amount_of, describe, noun
+from billing.terms import TaxMode
+from billing.wording import describe, group_of
 
 MAX_ITEMS = 250  # on one Stripe invoice
 RECENT_S = 25 * 3600  # how far back things are listed; older ones are in Stripe's search index
@@ -74,13 +77,13 @@ def _describe(line: InvoiceLine, currency: str) -> str:
 def items_of(invoice: Invoice, limit: int = MAX_ITEMS) -> list[Item]:
     """The invoice's lines as at most `limit` items, whose amounts sum to its total.
 
-    Too many lines: the smallest are folded into one item per token class. No lines: one item of 0, because
+    Too many lines: the smallest are folded into one item per kind and token class. No lines: one item of 0, because
     Stripe does not finalize an empty invoice.
     """
     lines = list(invoice.lines)
     folded: list[InvoiceLine] = []
     if len(lines) > limit:
-        classes = len({line.token_class for line in lines})
+        classes = len({_group(line) for line in lines})
         by_size = sorted(lines, key=lambda line: (-abs(line.amount_minor), line.id))
         kept = {line.id for line in by_size[: limit - classes]}
         lines, folded = [line for line in lines if line.id in kept], [line for line in lines if line.id not in kept]
@@ -93,16 +96,22 @@ def items_of(invoice: Invoice, limit: int = MAX_ITEMS) -> list[Item]:
 
 
 def _folded(invoice: Invoice, lines: Sequence[InvoiceLine]) -> Iterator[Item]:
-    for token_class in sorted({line.token_class for line in lines}):
-        part = [line for line in lines if line.token_class == token_class]
-        units = amount_of(token_class, sum(line.quantity for line in part))
+    groups: dict[tuple[str, str], list[InvoiceLine]] = defaultdict(list)
+    for line in lines:
+        groups[_group(line)].append(line)
+    for (kind, name), part in sorted(groups.items()):
         yield Item(
-            f"{invoice.id}:rest:{token_class.value}",
+            f"{invoice.id}:rest:{name if kind == LineKind.USAGE else f'{kind}:{name}'}",
             sum(line.amount_minor for line in part),
-            f"{len(part)} smaller lines: {units} {noun(token_class)}",
+            f"{len(part)} smaller lines: {group_of(part[0].kind, part[0].token_class, part)}",
             min(_seconds(line)[0] for line in part),
             max(_seconds(line)[1] for line in part),
         )
+
+
+def _group(line: InvoiceLine) -> tuple[str, str]:
+    """What is folded into one item: lines of one kind and class."""
+    return line.kind.value, "" if line.token_class is None else line.token_class.value
 
 
 def _key(kind: str, *parts: str) -> str:
@@ -162,8 +171,13 @@ class StripeExporter(StripeCalls):
             found = self._finalize(invoice, found.id, items, made)
         self._check_total(invoice, found)
         ids = {invoice.id: found.id, **{ours: theirs[0].id for ours, theirs in made.items() if ours}}
+        total_minor = _net(found)
         return ExportResult(
-            stripe_invoice_id=found.id, total_minor=found.total, status=str(found.status), ids=dict(sorted(ids.items()))
+            stripe_invoice_id=found.id,
+            total_minor=total_minor,
+            status=str(found.status),
+            ids=dict(sorted(ids.items())),
+            tax_minor=found.total - total_minor,
         )
 
     def void(self, invoice: Invoice, previous_ids: Mapping[str, str]) -> None:
@@ -265,16 +279,16 @@ class StripeExporter(StripeCalls):
             return self._only(invoice, [hit for hit in listed if _tag(hit, INVOICE_KEY) == invoice.id])
 
         def create(key: str) -> stripe.Invoice:
-            return self._api().invoices.create(
-                {
-                    "customer": customer,
-                    "currency": invoice.currency,
-                    "auto_advance": False,
-                    "pending_invoice_items_behavior": "exclude",
-                    "metadata": {INVOICE_KEY: invoice.id, TENANT_KEY: tenant.id},
-                },
-                {"idempotency_key": key},
-            )
+            asked: stripe.params.InvoiceCreateParams = {
+                "customer": customer,
+                "currency": invoice.currency,
+                "auto_advance": False,
+                "pending_invoice_items_behavior": "exclude",
+                "metadata": {INVOICE_KEY: invoice.id, TENANT_KEY: tenant.id},
+            }
+            if _taxed_there(invoice):
+                asked["automatic_tax"] = {"enabled": True}
+            return self._api().invoices.create(asked, {"idempotency_key": key})
 
         def again(made: stripe.Invoice) -> stripe.Invoice | None:
             return self._retrieve(made.id)
@@ -319,18 +333,18 @@ class StripeExporter(StripeCalls):
             return next(iter(self._items(draft.id).get(item.id, [])), None)
 
         def create(key: str) -> stripe.InvoiceItem:
-            return self._api().invoice_items.create(
-                {
-                    "customer": _id(draft.customer),
-                    "invoice": draft.id,
-                    "currency": invoice.currency,
-                    "amount": item.amount_minor,
-                    "description": item.description,
-                    "period": {"start": item.start_s, "end": item.end_s},
-                    "metadata": {LINE_KEY: item.id},
-                },
-                {"idempotency_key": key},
-            )
+            asked: stripe.params.InvoiceItemCreateParams = {
+                "customer": _id(draft.customer),
+                "invoice": draft.id,
+                "currency": invoice.currency,
+                "amount": item.amount_minor,
+                "description": item.description,
+                "period": {"start": item.start_s, "end": item.end_s},
+                "metadata": {LINE_KEY: item.id},
+            }
+            if _taxed_there(invoice):
+                asked["tax_behavior"] = "exclusive"
+            return self._api().invoice_items.create(asked, {"idempotency_key": key})
 
         def again(made: stripe.InvoiceItem) -> stripe.InvoiceItem | None:
             return self._there(lambda: self._api().invoice_items.retrieve(made.id))
@@ -384,12 +398,13 @@ class StripeExporter(StripeCalls):
     def _check_total(invoice: Invoice, theirs: stripe.Invoice) -> None:
         if theirs.status == "void":
             raise _voided(invoice, theirs)
-        if (theirs.total, theirs.currency) == (invoice.total_minor, invoice.currency):
+        same_tax = theirs.automatic_tax.enabled == _taxed_there(invoice)
+        if same_tax and (_net(theirs), theirs.currency) == (invoice.total_minor, invoice.currency):
             return
         ours = f"{format_minor(invoice.total_minor, invoice.currency)} {invoice.currency}"
         was = "It was not finalized." if theirs.status == "draft" else "It is finalized already."
         raise StripeMismatch(
-            f"Stripe's total of {theirs.id} is {theirs.total} minor units of {theirs.currency}, ours is {ours} "
+            f"Stripe's total of {theirs.id} is {_net(theirs)} minor units of {theirs.currency}, ours is {ours} "
             f"(a discount or tax set in Stripe?). {was}"
         )
 
@@ -465,9 +480,26 @@ def _item_faults(items: Sequence[Item], made: Mapping[str, list[stripe.InvoiceIt
 
 
 def _state(theirs: stripe.Invoice) -> ProviderInvoice:
+    total_minor = _net(theirs)
     return ProviderInvoice(
-        id=theirs.id, status=str(theirs.status), total_minor=theirs.total, attempts=theirs.attempt_count or 0
+        id=theirs.id,
+        status=str(theirs.status),
+        total_minor=total_minor,
+        attempts=theirs.attempt_count or 0,
+        tax_minor=theirs.total - total_minor,
     )
+
+
+def _taxed_there(invoice: Invoice) -> bool:
+    """Whether Stripe Tax is to find its tax."""
+    return invoice.terms.tax.mode is TaxMode.STRIPE
+
+
+def _net(theirs: stripe.Invoice) -> int:
+    """The total without the tax that Stripe Tax added: what is to be ours."""
+    if theirs.automatic_tax.enabled and theirs.total_excluding_tax is not None:
+        return theirs.total_excluding_tax
+    return theirs.total
 
 
 def _voided(invoice: Invoice, theirs: stripe.Invoice) -> Conflict:

@@ -23,6 +23,7 @@ from gateway.bench.commands import bench
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_price import price_commands
 from gateway.cli_store import commands as store_commands
+from gateway.cli_terms import terms_commands
 from gateway.client import AdminClient, CallFailed, connect
 from gateway.flags import settings_flags
 from gateway.printing import Printer
@@ -289,6 +290,8 @@ def adapter_remove(api: AdminClient, printer: Printer, tenant_id: str, name: str
 
 
 main.add_command(price_commands(_admin))
+for _terms in terms_commands(_admin):
+    main.add_command(_terms)
 
 
 # --- money ---------------------------------------------------------------------------------------

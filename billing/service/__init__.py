@@ -17,9 +17,19 @@ from billing.service.leasing import LeaseService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
 from billing.service.shell import Idempotency
+from billing.service.terms import TermsService
 
 
-class Billing(AccountService, PriceService, DailyService, CreditService, BudgetService, LeaseService, ReconcileService):
+class Billing(
+    AccountService,
+    PriceService,
+    TermsService,
+    DailyService,
+    CreditService,
+    BudgetService,
+    LeaseService,
+    ReconcileService,
+):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 
     Thread-safe. `authenticate`, `resolve_model`, `quote`, the holds and `settle` touch memory only, for

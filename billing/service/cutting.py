@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from billing.accounts import Tenant
+from billing.asked import ask, sealed
 from billing.books import fact_of, new_event
 from billing.charges import agrees
 from billing.checks import Faults
@@ -19,13 +20,15 @@ from billing.document import Document, basis_of, content_hash_of, document
 from billing.errors import Conflict, Invalid, LedgerDisagrees, PeriodNotClosed, UnratedUsage
 from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource, owner
 from billing.ledger import UsageRated
-from billing.lines import Charge, PeriodRule, close, cut_lines, digest, true_up
+from billing.lines import Charge, cut_lines, digest, true_up
 from billing.periods import Period
 from billing.prices import PriceBook, PriceVersion
 from billing.service.shell import Idempotency
 from billing.service.usage import UsageService
+from billing.stays import Stay, adapter_lines
 from billing.store import NewEvent
 from billing.tariff import Tariffs
+from billing.terms import InvoiceTerms, PeriodRule
 from billing.tiers import TokenClass
 from metering.events import UsageEvent, content_hash
 from metering.receipts import leaf_of
@@ -51,6 +54,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     entries: dict[str, Entry]
     tenant: Tenant  # as it was
     prices: PriceBook  # a copy: a month's charges are rated without the lock, and requests go on
+    rule: PeriodRule
+    stays: dict[str, list[Stay]]
+    terms: InvoiceTerms
 
 
 class CuttingService(UsageService):
@@ -137,6 +143,9 @@ class CuttingService(UsageService):
             seq, time_us = self._books.seq, self._clock()
             tenant, prices = self._books.accounts.tenant(tenant_id), self._books.prices.copy()
             invoices = self._books.invoices.of(tenant_id)
+            stays = self._books.stays.of(tenant_id)
+            rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
+            terms = self._books.terms.of(tenant_id, period, rule)
             unrated = [
                 one.event_id
                 for one in self._books.ledger.unrated.values()
@@ -163,6 +172,9 @@ class CuttingService(UsageService):
             entries=entries,
             tenant=tenant,
             prices=prices,
+            rule=rule,
+            stays=stays,
+            terms=terms,
         )
 
     def _rated(self, tenant_id: str, recorded_from_us: int) -> Iterator[tuple[int, UsageRated]]:
@@ -193,12 +205,12 @@ def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent])
 
     Raises `LedgerDisagrees`.
     """
-    tenant, prices = cut.tenant, cut.prices
+    tenant, prices, rule, terms = cut.tenant, cut.prices, cut.rule, cut.terms
     tariffs = Tariffs(prices)
     charges = [_rerated(entry, events[id], tenant.currency, prices, tariffs) for id, entry in cut.entries.items()]
-    rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
-    asked = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
-    lines = close(id, tenant.currency, asked)
+    listed = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
+    listed += adapter_lines(period, cut.stays, tenant, prices, rule)
+    lines = sealed(id, tenant.currency, period, ask(period, listed, terms, cut.invoices), terms.tax)
     invoice = Invoice(
         id=id,
         tenant=tenant.id,
@@ -215,6 +227,7 @@ def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent])
         created_us=cut.time_us,
         true_up=true_up(lines, charges),
         basis=basis_of(charges, rule),
+        terms=terms,
     )
     return msgspec.structs.replace(invoice, content_hash=content_hash_of(document(invoice, prices, cut.invoices)))
 

@@ -135,6 +135,7 @@ class ExportService(InvoiceService):
                 exported_us=time_us,
                 stripe_invoice_id=result.stripe_invoice_id,
                 stripe_ids=result.ids,
+                provider_tax_minor=result.tax_minor,
             )
             return [_row(InvoiceExported(invoice_id=invoice.id, at_us=time_us, result=result))], exported
 

@@ -37,6 +37,7 @@ from gateway.admin.meters import router as meters_router
 from gateway.admin.query import check_query
 from gateway.admin.signing import router as signing_router
 from gateway.admin.state import AdminState
+from gateway.admin.terms import router as terms_router
 
 ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
 
@@ -63,6 +64,7 @@ def admin_router(state: AdminState) -> Router:
             adapters.router,
             prices.router,
             credits.router,
+            terms_router,
             budgets.router,
             usage.router,
             unrated.router,

@@ -34,8 +34,8 @@ READS = frozenset({"GET", "HEAD", "OPTIONS"})
 REASON_MAX = 300
 
 MONEY = re.compile(
-    r"/(prices|invoices|usage|alerts|meters|stripe|margin|credits|grants|budgets)(/.*)?"
-    r"|/tenants/[^/]+/(credits|grants|budgets|top-up|invoices)(/.*)?"
+    r"/(prices|invoices|usage|alerts|meters|stripe|margin|credits|grants|budgets|discounts|credit-notes)(/.*)?"
+    r"|/tenants/[^/]+/(credits|grants|budgets|top-up|invoices|discounts|commitment|tax)(/.*)?"
 )
 """What the role `billing` may change: paths behind the admin API's own."""
 

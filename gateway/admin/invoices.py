@@ -13,6 +13,7 @@ from billing.errors import PeriodNotClosed
 from billing.gateways import GatewayRow
 from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, LineKind
 from billing.money import format_exact, format_minor, format_price, minor_digits, parse_exact
+from billing.terms import CommitmentPart, TaxMode
 from billing.tiers import UNITS, PriceModel, TokenClass
 from billing.wording import describe
 from gateway.admin.body import Fault
@@ -48,13 +49,27 @@ class TierView(msgspec.Struct, kw_only=True):
     up_to: int | None
 
 
+class PartView(msgspec.Struct, kw_only=True):
+    """A stretch of one billing period of `period_us` microseconds, in which a minimum of `amount` was in force."""
+
+    amount: str
+    start: str
+    end: str
+    start_us: int
+    end_us: int
+    period_us: int
+
+
 class LineView(msgspec.Struct, kw_only=True):
     """Units of one class at one price: all that it takes to compute the line again. `amount` is `exact` rounded.
 
     A line without tiers: `exact` = `quantity` x `unit_price` / `per`. With tiers: what `total` units come to, with
     `position` units of the period before them, less `booked`; the period's first `allowance` units are free, and tiers
-    and packages count those after them. A minimum: `minimum` less `base`, or 0, less `booked`. What does not end as a
-    decimal number is a fraction, as `1/3`.
+    and packages count those after them. A minimum: `minimum` less `base`, or 0, less `booked`. A discount: minus `rate`
+    percent of `base`, or minus the lesser of `base` and `fixed` x `share`; less `booked`. A commitment: the sum of the
+    parts' `amount` x (end - start) / `period_us`, less `base`, or 0; less `booked`. A carry: the greater of minus
+    `base` and minus the sum of all lines before it. A tax: `rate` percent of `base`, which is the sum of the amounts of
+    all lines that are no taxes. What does not end as a decimal number is a fraction, as `1/3`.
     """
 
     id: str
@@ -63,12 +78,12 @@ class LineView(msgspec.Struct, kw_only=True):
     model: str
     adapter: str
     endpoint: Annotated[str | None, Meta(description="whose own price it is")]
-    token_class: Annotated[str, Meta(description=", ".join(TokenClass))]
-    price: Annotated[str, Meta(description="id in the price book")]
+    token_class: Annotated[str | None, Meta(description=", ".join(TokenClass))]
+    price: Annotated[str | None, Meta(description="id in the price book")]
     quantity: int
-    unit: Annotated[str, Meta(description="what quantity, position, total, allowance and tiers count")]
+    unit: Annotated[str | None, Meta(description="what quantity, position, total, allowance and tiers count")]
     per: Annotated[int, Meta(description="how many units a price is for")]
-    unit_price: Annotated[str | None, Meta(description="null where tiers say it")]
+    unit_price: Annotated[str | None, Meta(description="null where tiers say it, and where nothing is counted")]
     price_model: Annotated[str, Meta(description=", ".join(PriceModel))]
     tiers: list[TierView]
     package_size: int
@@ -78,6 +93,12 @@ class LineView(msgspec.Struct, kw_only=True):
     total: int
     booked: Annotated[str, Meta(description="of the same period and price on earlier invoices")]
     base: str
+    term: Annotated[str | None, Meta(description="id of the discount")]
+    name: Annotated[str | None, Meta(description="of the discount or the tax")]
+    rate: Annotated[str | None, Meta(description="percent")]
+    fixed: Annotated[str | None, Meta(description="a discount's amount for a whole period")]
+    share: Annotated[str, Meta(description="how many whole periods the invoice's is")]
+    parts: list[PartView]
     exact: str
     amount: str
     period_start: str
@@ -89,7 +110,8 @@ class Rounding(msgspec.Struct, kw_only=True):
     """How exact amounts become amounts.
 
     The sum of the exact amounts is rounded half to even. Each line is rounded down, and what is missing to that sum is
-    given in smallest units, one each, to the lines with the largest remainders, of equal ones to the first.
+    given in smallest units, one each, to the lines with the largest remainders, of equal ones to the first. Taxes stand
+    apart: each is computed from the rounded sum of the other lines and rounded alone, half to even.
     """
 
     digits: Annotated[int, Meta(description="decimals of the currency's smallest unit")]
@@ -109,8 +131,15 @@ class InvoiceView(msgspec.Struct, kw_only=True):
     lines: list[LineView]
     rounding: Rounding
     exact_total: str
+    subtotal: Annotated[str, Meta(description="total without tax")]
+    tax: str
     total: str
-    true_up: Annotated[str, Meta(description="exact_total less what the ledger charged for the same requests")]
+    tax_mode: Annotated[str, Meta(description=", ".join(TaxMode))]
+    provider_tax: Annotated[str, Meta(description="what Stripe Tax added, on top of total")]
+    true_up: Annotated[
+        str, Meta(description="what its lines, without carry and tax, ask beyond what the ledger charged on the way")
+    ]
+    automatic: Annotated[bool, Meta(description="cut by the clock")]
     requests: int
     events_digest: Annotated[str, Meta(description="SHA-256 over the events the invoice is cut from")]
     stripe_invoice_id: str | None
@@ -131,8 +160,13 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         lines=[_show_line(line, invoice.currency) for line in invoice.lines],
         rounding=Rounding(digits=minor_digits(invoice.currency)),
         exact_total=format_exact(invoice.total_femto),
+        subtotal=format_minor(invoice.total_minor - invoice.tax_minor, invoice.currency),
+        tax=format_minor(invoice.tax_minor, invoice.currency),
         total=format_minor(invoice.total_minor, invoice.currency),
+        tax_mode=invoice.terms.tax.mode,
+        provider_tax=format_minor(invoice.provider_tax_minor, invoice.currency),
         true_up=format_exact(parse_exact(invoice.true_up)),
+        automatic=invoice.automatic,
         requests=invoice.event_count,
         events_digest=invoice.events_digest,
         stripe_invoice_id=invoice.stripe_invoice_id,
@@ -144,7 +178,8 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
 
 
 def _show_line(line: InvoiceLine, currency: str) -> LineView:
-    unit = UNITS[line.token_class]
+    unit = None if line.token_class is None else UNITS[line.token_class]
+    adapter = line.kind is LineKind.ADAPTER  # counted in microseconds of its period
     return LineView(
         id=line.id,
         kind=line.kind,
@@ -153,11 +188,11 @@ def _show_line(line: InvoiceLine, currency: str) -> LineView:
         adapter=line.adapter,
         endpoint=line.endpoint or None,
         token_class=line.token_class,
-        price=line.price_id,
+        price=line.price_id or None,
         quantity=line.quantity,
-        unit=unit.base,
-        per=unit.per,
-        unit_price=None if line.tiers else format_price(line.unit_price_nano),
+        unit="microsecond" if adapter else unit.base if unit else None,
+        per=line.total if adapter else unit.per if unit else 1,
+        unit_price=None if line.tiers or unit is None else format_price(line.unit_price_nano),
         price_model=line.price_model,
         tiers=[TierView(price=format_price(tier.price_nano), up_to=tier.up_to) for tier in line.tiers],
         package_size=line.package_size,
@@ -167,11 +202,28 @@ def _show_line(line: InvoiceLine, currency: str) -> LineView:
         total=line.total,
         booked=format_exact(parse_exact(line.booked)),
         base=format_exact(parse_exact(line.base)),
+        term=line.term or None,
+        name=line.name or None,
+        rate=line.rate or None,
+        fixed=line.fixed or None,
+        share=line.share,
+        parts=[_show_part(part) for part in line.parts],
         exact=format_exact(line.amount_femto),
         amount=format_minor(line.amount_minor, currency),
         period_start=format_time(line.period_start_us),
         period_end=format_time(line.period_end_us),
         late_of=line.late_of or None,
+    )
+
+
+def _show_part(part: CommitmentPart) -> PartView:
+    return PartView(
+        amount=part.amount,
+        start=format_time(part.start_us),
+        end=format_time(part.end_us),
+        start_us=part.start_us,
+        end_us=part.end_us,
+        period_us=part.period_us,
     )
 
 

@@ -28,6 +28,7 @@ from billing.stripe import (
     StripeUnavailable,
     items_of,
 )
+from billing.terms import InvoiceTerms, Tax, TaxMode
 from tests.doubles.stripe import Fault, StripeDouble
 from tests.doubles.stripe.clock import Clock
 from tests.doubles.stripe.faults import KINDS
@@ -97,11 +98,13 @@ def _export(double: StripeDouble, invoice: Invoice = INVOICE, tenant: Tenant = T
     return _exporter(double).export(invoice, tenant, ids)
 
 
-def _until_done(double: StripeDouble, between: Callable[[], None] = lambda: None, tries: int = 12) -> ExportResult:
+def _until_done(
+    double: StripeDouble, between: Callable[[], None] = lambda: None, tries: int = 12, invoice: Invoice = INVOICE
+) -> ExportResult:
     """Begin again after every error that allows it, as an operator's retry does."""
     for _ in range(tries):
         try:
-            return _export(double)
+            return _export(double, invoice)
         except StripeUnavailable:
             between()
     raise AssertionError("the export never came through")
@@ -185,6 +188,61 @@ def test_a_known_customer_is_used_and_an_unknown_one_is_made_once(stripe_double:
     stripe_double.clock.advance(hours=100)
     _export(stripe_double, _invoice(id="inv-3"))
     assert len({invoice["customer"] for invoice in stripe_double.invoices()}) == 2
+
+
+# -- tax ------------------------------------------------------------------------------------------------------------
+
+
+def _taxed_there() -> Invoice:
+    return _invoice(terms=InvoiceTerms(tax=Tax(mode=TaxMode.STRIPE)))
+
+
+def test_stripe_tax_is_added_there_and_our_total_is_the_one_without_it(stripe_double: StripeDouble) -> None:
+    stripe_double.state.tax_percent = 20
+    invoice = _taxed_there()
+    result = _export(stripe_double, invoice)
+    (made,) = stripe_double.invoices()
+    tax = round(invoice.total_minor / 5)
+    assert (result.total_minor, result.tax_minor, made["total"]) == (
+        invoice.total_minor,
+        tax,
+        invoice.total_minor + tax,
+    )
+    assert made["automatic_tax"]["enabled"]
+    assert _export(stripe_double, invoice) == result
+    theirs = _exporter(stripe_double).look(
+        msgspec.structs.replace(invoice, stripe_invoice_id=result.stripe_invoice_id, provider_tax_minor=tax)
+    )
+    assert theirs is not None
+    assert (theirs.total_minor, theirs.tax_minor) == (invoice.total_minor, tax)
+
+
+def test_without_a_place_stripe_tax_refuses_and_the_export_can_be_begun_again(stripe_double: StripeDouble) -> None:
+    with pytest.raises(StripeRefused, match="location"):
+        _export(stripe_double, _taxed_there())
+    stripe_double.state.tax_percent = 7
+    stripe_double.clock.advance(hours=30)
+    assert _export(stripe_double, _taxed_there()).tax_minor > 0
+    assert len(stripe_double.invoices()) == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("hang")])
+def test_any_fault_at_any_call_of_a_taxed_export(kind: Any) -> None:
+    for call in range(CALLS):
+        with StripeDouble() as double:
+            double.state.tax_percent = 20
+            double.faults.append(Fault(kind, nth=call))
+            result = _until_done(double, lambda clock=double.clock: clock.advance(hours=30), invoice=_taxed_there())
+            (made,) = double.invoices()
+            assert (made["status"], made["total"] - result.tax_minor) == ("open", INVOICE.total_minor)
+
+
+def test_tax_that_stripe_was_not_asked_for_is_a_mismatch(stripe_double: StripeDouble) -> None:
+    stripe_double.state.tax_percent = 20
+    with pytest.raises(Killed):
+        _exporter(stripe_double, KillingClient(CALLS - 1, "before")).export(_taxed_there(), TENANT, {})
+    with pytest.raises(StripeMismatch, match="tax set in Stripe"):
+        _export(stripe_double)
 
 
 # -- again, later, at once ------------------------------------------------------------------------------------------

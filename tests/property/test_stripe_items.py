@@ -5,21 +5,25 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing.invoice import Invoice, InvoiceLine, InvoiceStatus
+from billing.invoice import Invoice, InvoiceStatus
+from billing.line import InvoiceLine, LineKind
 from billing.money import allocate
 from billing.prices import TokenClass
 from billing.stripe import items_of
 
-LINE = st.tuples(st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(list(TokenClass)))
+CLASSES = [*((LineKind.USAGE, one) for one in TokenClass), (LineKind.DISCOUNT, None), (LineKind.TAX, None)]
+LINE = st.tuples(st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(CLASSES))
+Drawn = list[tuple[int, int, tuple[LineKind, TokenClass | None]]]
 
 
-def _invoice(drawn: list[tuple[int, int, TokenClass]]) -> Invoice:
+def _invoice(drawn: Drawn) -> Invoice:
     minors = allocate([quantity * price for quantity, price, _ in drawn], "usd")
     lines = tuple(
         InvoiceLine(
             id=f"l{n}",
             model="m",
             adapter="",
+            kind=kind,
             token_class=token_class,
             price_id="p",
             period_start_us=n * 10**6,
@@ -28,7 +32,7 @@ def _invoice(drawn: list[tuple[int, int, TokenClass]]) -> Invoice:
             unit_price_nano=price,
             amount_minor=minors[n],
         )
-        for n, (quantity, price, token_class) in enumerate(drawn)
+        for n, (quantity, price, (kind, token_class)) in enumerate(drawn)
     )
     return Invoice(
         id="i",
@@ -47,8 +51,8 @@ def _invoice(drawn: list[tuple[int, int, TokenClass]]) -> Invoice:
     )
 
 
-@given(st.lists(LINE, max_size=40), st.integers(len(TokenClass) + 1, 20))
-def test_items_hold_every_line_once_and_sum_to_the_total(drawn: list[tuple[int, int, TokenClass]], limit: int) -> None:
+@given(st.lists(LINE, max_size=40), st.integers(len(CLASSES) + 1, 20))
+def test_items_hold_every_line_once_and_sum_to_the_total(drawn: Drawn, limit: int) -> None:
     invoice = _invoice(drawn)
     items = items_of(invoice, limit)
     assert sum(item.amount_minor for item in items) == invoice.total_minor

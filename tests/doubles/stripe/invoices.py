@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from tests.doubles.stripe.customers import SEARCH
 from tests.doubles.stripe.errors import refused
-from tests.doubles.stripe.forms import CREATED, CURRENCY, EXPAND, METADATA, PAGE, Param, boolean, choice, integer, text
+from tests.doubles.stripe.forms import (
+    CREATED,
+    CURRENCY,
+    EXPAND,
+    METADATA,
+    PAGE,
+    Param,
+    boolean,
+    choice,
+    group,
+    integer,
+    text,
+)
 from tests.doubles.stripe.state import Object, Params, Route, State, created_within, merge_metadata, page, search
 
 MINIMUM_CHARGE = {"usd": 50, "eur": 50, "gbp": 30, "jpy": 50}  # smaller totals are not due now
@@ -52,6 +65,7 @@ def create(state: State, params: Params) -> Object:
         },
     }
     customer["currency"] = customer["currency"] or currency
+    invoice["automatic_tax"]["enabled"] = params.get("automatic_tax", {}).get("enabled", False)
     recount(state, invoice)
     return state.add("invoice", invoice, event="invoice.created")
 
@@ -126,12 +140,18 @@ def items_of(state: State, invoice_id: str) -> list[Object]:
 def recount(state: State, invoice: Object) -> None:
     """Totals of a draft from its items; the embedded lines are the first ten."""
     items = items_of(state, invoice["id"])
-    total = sum(item["amount"] for item in items)
-    invoice.update(subtotal=total, subtotal_excluding_tax=total, total=total, total_excluding_tax=total)
+    net = sum(item["amount"] for item in items)
+    total = net + (_tax(state, net) if invoice["automatic_tax"]["enabled"] else 0)
+    invoice.update(subtotal=net, subtotal_excluding_tax=net, total=total, total_excluding_tax=net)
     invoice.update(amount_due=max(total, 0), amount_remaining=max(total, 0))
     newest = [line(item) for item in items[-SHOWN_LINES:]]
     shown = page(newest, {"limit": SHOWN_LINES}, f"/v1/invoices/{invoice['id']}/lines")
     invoice["lines"] = {**shown, "has_more": len(items) > SHOWN_LINES}
+
+
+def _tax(state: State, net: int) -> int:
+    """Exclusive of the items' amounts; 0 while nobody knows where the customer is."""
+    return round(Fraction(net * (state.tax_percent or 0), 100))
 
 
 def line(item: Object) -> Object:
@@ -194,6 +214,12 @@ def finalize(state: State, params: Params, ident: str) -> Object:
     if not items_of(state, ident):
         raise refused("You cannot finalize an invoice without line items", code="invoice_no_customer_line_items")
     customer = state.get("customer", invoice["customer"], "customer", status=400)
+    if invoice["automatic_tax"]["enabled"] and state.tax_percent is None:
+        raise refused(
+            "The customer's location isn't recognized. Set a valid customer address in order to automatically "
+            "calculate tax.",
+            code="customer_tax_location_invalid",
+        )
     recount(state, invoice)
     now = state.clock.now()
     invoice.update(
@@ -300,6 +326,7 @@ _CHANGES: dict[str, Any] = {
 }
 _CREATE = {
     **_CHANGES,
+    "automatic_tax": Param(group({"enabled": Param(boolean, required=True)})),
     "collection_method": Param(choice("charge_automatically", "send_invoice")),
     "currency": CURRENCY,
     "customer": Param(text(), required=True),

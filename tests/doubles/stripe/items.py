@@ -14,6 +14,7 @@ from tests.doubles.stripe.forms import (
     PAGE,
     Param,
     boolean,
+    choice,
     decimal,
     group,
     integer,
@@ -165,6 +166,7 @@ _CREATE = {
     "period": _PERIOD,
     "quantity": Param(integer(0)),
     "quantity_decimal": Param(decimal()),
+    "tax_behavior": Param(choice("exclusive", "inclusive", "unspecified")),
     "unit_amount_decimal": Param(decimal(negative=True)),
     **EXPAND,
 }

@@ -26,6 +26,7 @@ class State:
         self.objects: dict[str, dict[str, Object]] = {}  # kind → id → object, in order of creation
         self.events: list[Object] = []
         self.touched: dict[str, int] = {}  # id → second of the last write, for the search lag
+        self.tax_percent: int | None = None  # what Stripe Tax finds; None: it does not know where customers are
         self._minted = 0
 
     def mint(self, prefix: str) -> str:

@@ -112,7 +112,8 @@ def test_a_tier_crossed_by_late_usage_books_the_difference_against_what_was_book
     house.billing.record([late])
     assert charged(house) == 1000 * MICRO  # the late ones at the tier that they reach
     second = draft(house, month(house))
-    (line,) = second.lines
+    line, carry = second.lines  # the rest of what is given back is the next invoice's
+    assert (second.total_minor, carry.amount_femto) == (0, 350 * MICRO)
     assert (line.late_of, line.quantity, line.total, parse_exact(line.booked)) == (first.id, 20, 110, 900 * MICRO)
     assert line.amount_femto == (550 - 900) * MICRO
     assert parse_exact(second.true_up) == -450 * MICRO

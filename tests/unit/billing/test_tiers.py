@@ -109,10 +109,8 @@ def test_what_is_past_is_not_the_dearest_any_more() -> None:
             ["classes.image.tiers[1].price", "classes.image.tiers[1].up_to", "classes.image.tiers[2].up_to"],
         ),
         ({"prompt": ClassOffer(price="1")}, ["per_million.prompt"]),
-        (
-            {"adapter_month": ClassOffer(price="1")},
-            ["classes.adapter_month"],
-        ),
+        ({"adapter_month": ClassOffer(price="1", allowance=1)}, ["classes.adapter_month"]),
+        ({"adapter_month": ClassOffer(price="1000001")}, ["classes.adapter_month.price"]),
     ],
 )
 def test_every_fault_of_an_offer_is_told(classes: dict[str, Any], fields: list[str]) -> None:
