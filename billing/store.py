@@ -306,11 +306,14 @@ class EventStore:
             return _last_before(connection, _table.c.seq, sa.true(), time_us)
 
     @contextmanager
-    def connected(self, *, write: bool = False) -> Iterator[sa.Connection]:
-        """A transaction on the ledger's database; `write` takes SQLite's one writer's place at once."""
+    def connected(self, *, write: bool = False, frozen: bool = False) -> Iterator[sa.Connection]:
+        """A transaction on the ledger's database; `write` takes SQLite's one writer's place at once, `frozen` sees all
+        as it was at its first statement, however long it lasts."""
         try:
             with self._engine.connect() as plain:
                 connection = plain.execution_options(meterhouse_write=write)
+                if frozen and connection.dialect.name == "postgresql":  # SQLite's transactions are so anyway
+                    connection = connection.execution_options(isolation_level="REPEATABLE READ")
                 with connection.begin():
                     yield connection
         except sa.exc.IntegrityError as error:

@@ -9,6 +9,7 @@ stretch of tokens → the journal has it. Only then is the engine told.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -254,9 +255,9 @@ class Admission:
         self._telemetry["meterhouse_refused_total"].labels(error.code or str(error.status)).inc()
 
 
-def adapter_ref(record: AdapterRecord) -> AdapterRef:
-    """The engine's word for a tenant's adapter."""
-    return AdapterRef(id=record.id, name=record.name, path=record.path, digest=record.digest)
+def adapter_ref(record: AdapterRecord, kept: Path | None = None) -> AdapterRef:
+    """The engine's word for a tenant's adapter; `kept`: its files, if they lie elsewhere than where it was recorded."""
+    return AdapterRef(id=record.id, name=record.name, path=str(kept or record.path), digest=record.digest)
 
 
 def _part_ids(request_id: str, count: int) -> list[str]:

@@ -20,6 +20,7 @@ import click
 
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
+from gateway.cli_backup import backup_command, restore
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_price import price_commands
 from gateway.cli_store import commands as store_commands
@@ -493,7 +494,7 @@ def reconcile(api: AdminClient, printer: Printer, start: str | None, end: str | 
         raise click.exceptions.Exit(1)
 
 
-for _command in (*store_commands(_admin), *invoice_commands(_admin)):
+for _command in (*store_commands(_admin), *invoice_commands(_admin), backup_command(_admin), restore):
     main.add_command(_command)
 
 

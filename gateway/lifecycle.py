@@ -42,6 +42,7 @@ from gateway.admin.adapters import sweep
 from gateway.admission import adapter_ref
 from gateway.alarms import sample_delivery
 from gateway.app import Gateway, create_admin_app, create_gateway, now_us
+from gateway.backup.take import Backups
 from gateway.heartbeat import BEAT_S, Heartbeat
 from gateway.idempotency import Idempotency
 from gateway.keyfile import admin_key
@@ -159,8 +160,9 @@ class Runtime:
             log.error("adapters_left_out", count=len(left), loaded=loaded, max_adapters=self.settings.max_adapters)
 
     async def _load_adapter(self, record: AdapterRecord) -> bool:
+        kept = self.settings.adapters_dir.absolute() / record.id  # restored from a backup, it lies in another folder
         try:
-            await self.engine.load_adapter(adapter_ref(record))
+            await self.engine.load_adapter(adapter_ref(record, kept if kept.is_dir() else None))
         except EngineUnavailable:
             raise
         except EngineError as error:
@@ -210,6 +212,7 @@ def admin_state(
         base_model=base_model,
         adapters_dir=settings.adapters_dir,
         **money_parts(settings, stores, clock_us),
+        backups=Backups(settings, stores, clock_us),
         flush=stores.flush,
         clock_us=clock_us,
     )

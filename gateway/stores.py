@@ -25,6 +25,7 @@ from billing.signer import Signer
 from billing.store import EventStore
 from gateway.admin.times import format_time
 from gateway.idempotency import Store
+from gateway.restoring import MARKER
 from gateway.settings import Settings
 from gateway.watermark import CONSUMER, stored_until_idle_us
 from metering.archive import Archive
@@ -162,6 +163,11 @@ class Stores:
             self.lock = FileLock(folder / "server.lock")
             self._claimed = True
             self._stack.callback(self._disclaim)
+            if (folder / MARKER).exists():
+                self._stack.close()
+                raise StartError(
+                    f"The restore into the data folder {folder} was broken off: run `meterhouse restore` again."
+                )
             self.folder = folder_id(folder)
         except Locked:
             raise StartError(

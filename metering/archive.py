@@ -172,6 +172,20 @@ class Archive:
             ]
             yield from heapq.merge(*parts, key=lambda event: (event.ts_us, event.event_id))
 
+    def contents(self, month: int) -> Iterator[ArchivedEvent]:
+        """Everything of a month, second contents too, part after part. Raises as `events` does."""
+        for part in self.manifest(month).parts:
+            for batch in self._batches(month, part, part.first_us, part.last_us + 1, _SCHEMA.names):
+                for body, hash, standing in zip(batch["body"], batch["content_hash"], batch["standing"], strict=True):
+                    yield ArchivedEvent(_event(body, hash), standing)
+
+    def standing_ids(self, month: int) -> Iterator[str]:
+        """The ids of a month's events that stand."""
+        for part in self.manifest(month).parts:
+            for batch in self._batches(month, part, part.first_us, part.last_us + 1, ["event_id", "standing"]):
+                rows = zip(batch["event_id"], batch["standing"], strict=True)
+                yield from (id for id, standing in rows if standing)
+
     def known(self, month: int, times_us: dict[str, int]) -> dict[str, str]:
         """Of these ids, given with their events' times, those that the month has: id → the content that stands."""
         found: dict[str, str] = {}

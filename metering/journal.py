@@ -27,6 +27,7 @@ from typing import NamedTuple
 from metering.counts import CountRow, CountsTuple, add_rows
 from metering.disk import fsync
 from metering.events import Outcome, UsageEvent
+from metering.journalcopy import JournalCopy, OpenRequest
 from metering.lock import FileLock, Locked
 from metering.segments import (
     FORMAT,
@@ -134,6 +135,7 @@ class Journal:
         self._lock = threading.Lock()  # the running segment; held for one write
         self._moving = threading.Lock()  # the totals and what leaves for them; held over an fsync, taken before `_lock`
         self._state = State()
+        self._opened_since: set[str] | None = None
         self._fd = -1
         self._broken = self._torn = False
         self._leaving: list[_Closed] = []
@@ -203,6 +205,27 @@ class Journal:
                 [*(r for r in rows if start_us <= r.hour_us < end_us), *self._totals.rows(start_us, end_us)]
             )
 
+    def copy(self) -> tuple[JournalCopy, set[str]]:
+        """All that is known at one instant, and a set that every id opened since then is put into.
+
+        The set fills until the next `copy` or `end_copy`: read it only after the last event was read that it is for.
+        """
+        with self._moving:  # as in `totals`
+            with self._lock:
+                since = self._opened_since = set()
+                live = [(r, r.counts, r.settled) for r in self._state.requests.values()]
+                leaving = [request for closed in self._leaving for request in closed.requests]
+            rows, damage = self._totals.rows(0, 1 << 62), self._totals.damage()
+        ended = [Tracked(request.opened, counts) for request, counts, settled in live if settled]
+        rows += [request.row() for request in (*ended, *leaving)]
+        open_now = [OpenRequest(request.opened, counts) for request, counts, settled in live if not settled]
+        return JournalCopy(settled=add_rows(rows), open=open_now, damage=damage), since
+
+    def end_copy(self) -> None:
+        """Nobody asks any more what was opened since."""
+        with self._lock:
+            self._opened_since = None
+
     def close(self) -> None:
         """Give the folder back. When nothing is open its counts go to the totals, else the next start recovers."""
         with self._lock:
@@ -227,6 +250,8 @@ class Journal:
                 raise JournalError("the journal is closed")
             self._write(data)
             self._state.apply(record)
+            if self._opened_since is not None and isinstance(record, Opened):
+                self._opened_since.add(record.opened.event_id)
             if self._size >= self._rotate_at or self._clock_s() >= self._rotate_at_s:
                 self._rotate()
 

@@ -84,6 +84,17 @@ class Retention:
             with lock:
                 yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing moves between the store and the archive meanwhile, on no gateway. Raises `StoreUnavailable`."""
+        with self._alone():
+            self._recover()
+            yield
+
+    def sum_up_archived(self, month: int) -> None:
+        """Make the hourly sums of a month that was dropped of the archive alone. May be repeated."""
+        self._sum_from_archive(month, *month_us(month))
+
     def months(self, before_us: int) -> list[int]:
         """The months that lie whole before a time and of which the store has events."""
         with self._alone():
@@ -137,7 +148,7 @@ class Retention:
 
         def new() -> Iterator[ArchivedEvent]:
             for hour_us in hours:  # no query may take as long as the files of a month
-                for archived, hash in self._store.contents(_live_events(hour_us)):
+                for archived, hash in self._store.contents(live_events(hour_us)):
                     digest.add(hash)
                     if digest.rows % TURN_EVENTS == 0:
                         time.sleep(self._turn_s)
@@ -263,7 +274,7 @@ def _live_months() -> Query:
     )
 
 
-def _live_events(hour_us: int) -> Query:
+def live_events(hour_us: int) -> Query:
     """Every field, the hash, and whether it stands, of every content of an hour, by time, id and hash."""
     where, parameters = queries.within(None, hour_us, hour_us + HOUR_US)
     return Query(

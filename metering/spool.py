@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,44 @@ class Spool:
             if not bad:
                 return events, size
             self._quarantine(bad)  # and read again: the caller gets `limit` good events where there are
+
+    def waiting(self, consumer: str) -> Iterator[UsageEvent]:
+        """Every event that `consumer` lacked when this began and still lacks when it is read, oldest first, by pages.
+
+        What is acknowledged meanwhile may or may not be among them.
+        """
+        self._check_consumer(consumer)
+        sql = (
+            "SELECT d.seq, CAST(s.event_id AS BLOB), s.digest, s.body FROM delivery d JOIN settled s ON s.seq = d.seq "
+            "WHERE d.consumer = ? AND d.seq > ? ORDER BY d.seq LIMIT ?"
+        )
+        seq = 0
+        while rows := self._read(sql, (consumer, seq, _BATCH)):
+            seq = rows[-1][0]
+            for _, event_id, digest, body in rows:
+                event, _ = _checked(event_id, digest, body)
+                if event is not None:  # what is none is quarantined by who delivers
+                    yield event
+
+    def quarantined(self) -> list[tuple[bytes, str, bytes, bytes]]:
+        """(id, reason, digest, body) of every row that was set aside."""
+        rows = self._read("SELECT event_id, reason, digest, body FROM quarantine ORDER BY seq", ())
+        return [(row[0], row[1], row[2], row[3]) for row in rows]
+
+    def set_aside(self, rows: Sequence[tuple[bytes, str, bytes, bytes]]) -> None:
+        """Take over what another file had set aside, as `quarantined` gave it."""
+
+        def work(db: sqlite3.Connection) -> int:
+            for event_id, reason, digest, body in rows:
+                db.execute(
+                    "INSERT INTO quarantine VALUES "
+                    "((SELECT MIN(0, COALESCE(MIN(seq), 0)) - 1 FROM quarantine), ?, ?, ?, ?)",
+                    (event_id, reason, digest, body),
+                )
+            return 0
+
+        self._change(work).result()
+        self.quarantined_total += len(rows)
 
     def ack(self, consumer: str, event_ids: Sequence[str]) -> None:
         """`consumer` has these for good. Returns when that is on disk; raises `SpoolBroken`, then nothing changed."""

@@ -86,6 +86,11 @@ class Totals:
         with self._lock:
             return [CountRow(*row) for row in self._db.execute(sql, (start_us, end_us))]
 
+    def damage(self) -> list[tuple[int, int, int]]:
+        """(segment, offset, length) of every stretch ever found."""
+        with self._lock:
+            return [(row[0], row[1], row[2]) for row in self._db.execute("SELECT number, at, length FROM damage")]
+
     def damaged(self) -> int:
         with self._lock:
             return int(self._db.execute("SELECT COUNT(*) FROM damage").fetchone()[0])

@@ -73,6 +73,17 @@ def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[st
         raise MigrationError(f"the usage store cannot be migrated: {_first_line(error)}") from error
 
 
+def usage_store_is_empty(url: str) -> bool:
+    """Whether no event was ever put into a usage store; one without tables has none. Raises `MigrationError`."""
+    try:
+        with _opened(url) as client:
+            tables = ("usage_events", "usage_archives", "usage_conflicts", "usage_dead_letters")
+            found = [name for name in tables if client.query(f"EXISTS TABLE {name}").result_rows[0][0]]
+            return not any(client.query(f"SELECT 1 FROM {name} LIMIT 1").result_rows for name in found)  # noqa: S608
+    except (ClickHouseError, OSError) as error:
+        raise MigrationError(f"the usage store cannot be looked at: {_first_line(error)}") from error
+
+
 def read_folder(folder: Path) -> list[Migration]:
     """The numbered files in order, from 1 on; none is missing but those known to be unused. Raises `MigrationError`."""
     migrations = []
@@ -157,20 +168,43 @@ def _has_sql(statement: str) -> bool:
 # -- ledger --------------------------------------------------------------------------------------
 
 
-def migrate_ledger(target: str | sqlalchemy.Engine, folder: Path = LEDGER_FOLDER) -> list[str]:
-    """Run what a ledger lacks; returns the revisions that were run now. Raises `MigrationError`.
+def migrate_ledger(target: str | sqlalchemy.Engine, folder: Path = LEDGER_FOLDER, *, upto: str = "head") -> list[str]:
+    """Run what a ledger lacks, up to a revision; returns the revisions that were run now. Raises `MigrationError`.
 
     `target` is `sqlite:///path`, `postgresql+psycopg://…` or an engine on one.
     """
     engine = _engine(target) if isinstance(target, str) else target
     try:
         with _one_at_a_time(engine), engine.connect() as connection:
-            return _upgrade(connection, folder)
+            return _upgrade(connection, folder, upto)
     except (SQLAlchemyError, CommandError, OSError) as error:
         raise MigrationError(f"the ledger cannot be migrated: {_first_line(error)}") from error
     finally:
         if isinstance(target, str):
             engine.dispose()
+
+
+def ledger_is_empty(url: str) -> bool:
+    """Whether a database has no event of a ledger; nothing is written. Raises `MigrationError`."""
+    engine = _engine(url)
+    if engine.dialect.name == "sqlite" and not Path(str(engine.url.database)).exists():
+        return True  # to look would make the file
+    try:
+        with engine.connect() as connection:
+            if not sqlalchemy.inspect(connection).has_table("events"):
+                return True
+            return connection.execute(sqlalchemy.text("SELECT 1 FROM events LIMIT 1")).first() is None
+    except SQLAlchemyError as error:
+        raise MigrationError("the ledger's database cannot be used now") from error
+    finally:
+        engine.dispose()
+
+
+def ledger_revisions(folder: Path = LEDGER_FOLDER) -> set[str]:
+    """The revisions that this code knows."""
+    config = Config()
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    return {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
 
 
 def _engine(url: str) -> sqlalchemy.Engine:
@@ -188,7 +222,7 @@ def _engine(url: str) -> sqlalchemy.Engine:
         ) from None
 
 
-def _upgrade(connection: sqlalchemy.Connection, folder: Path) -> list[str]:
+def _upgrade(connection: sqlalchemy.Connection, folder: Path, upto: str) -> list[str]:
     config = Config()
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -204,8 +238,9 @@ def _upgrade(connection: sqlalchemy.Connection, folder: Path) -> list[str]:
     rows = connection.execute(sqlalchemy.text("SELECT revision, checksum FROM schema_checksums")).all()
     connection.commit()
     _check(revisions, [(row[0], row[1]) for row in rows], "ledger")
-    command.upgrade(config, "head")
-    ran = [revision for revision in reversed(list(revisions)) if revision not in {row[0] for row in rows}]
+    command.upgrade(config, upto)
+    wanted = [revision.revision for revision in script.walk_revisions(head=upto)]
+    ran = [revision for revision in reversed(wanted) if revision not in {row[0] for row in rows}]
     if ran:
         connection.execute(
             sqlalchemy.text("INSERT INTO schema_checksums VALUES (:revision, :checksum)"),

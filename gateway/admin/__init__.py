@@ -15,6 +15,7 @@ from gateway import paths
 from gateway.admin import (
     adapters,
     archives,
+    backups,
     budgets,
     credits,
     gateways,
@@ -72,6 +73,7 @@ def admin_router(state: AdminState) -> Router:
             reconcile.router,
             rollups.router,
             archives.router,
+            backups.router,
             gateways.router,
             audit_router,
             alerts_router,

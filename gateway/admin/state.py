@@ -22,6 +22,7 @@ from billing.stripe import StripeExporter
 from billing.webhooks import StripeWebhooks
 from engine.client import Engine
 from gateway.admin.kept import KeptReports
+from gateway.backup.take import Backups
 from metering.clickhouse import UsageStore
 from metering.journal import Journal
 from metering.retention import Retention
@@ -58,6 +59,7 @@ class AdminState:
         meters: MeterExport,
         alerts: Alerts,
         audit: Audit,
+        backups: Backups,
         flush: Callable[[float], bool],
         clock_us: Callable[[], int],
     ) -> None:
@@ -77,6 +79,7 @@ class AdminState:
         self.meters = meters
         self.alerts = alerts
         self.audit = audit
+        self.backups = backups
         self.flush = flush
         self.clock_us = clock_us
         self.reports = KeptReports()
@@ -106,6 +109,7 @@ class AdminState:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.backups.close)
         await asyncio.to_thread(self._readers.shutdown, wait=True, cancel_futures=True)
 
 

@@ -226,6 +226,8 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/archives": {"get"},
         "/archives/{month}": {"put"},
         "/archives/{month}/check": {"get"},
+        "/backups": {"post"},
+        "/backups/{backup_id}": {"get"},
         "/invoices": {"post", "get"},
         "/invoices/{invoice_id}": {"get"},
         "/invoices/{invoice_id}/finalize": {"post"},
