@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from billing import merkle
-from billing.invoice import Basis, CountedFrom, Invoice, InvoiceLine, InvoiceStatus, LatePeriod
-from billing.lines import Charge, Group, booked_lines
+from billing.invoice import Invoice, InvoiceLine, InvoiceStatus
+from billing.lines import Group, booked_lines
 from billing.money import exact_text, minor_digits
 from billing.prices import PriceBook, PriceVersion
-from billing.terms import InvoiceTerms, PeriodRule
+from billing.terms import InvoiceTerms
 
 Document = dict[str, Any]
 
@@ -90,32 +89,6 @@ def canonical(value: Any) -> bytes:
 def content_hash_of(document: Document) -> str:
     """SHA-256 hex of the canonical bytes."""
     return hashlib.sha256(canonical(document)).hexdigest()
-
-
-def basis_of(charges: Iterable[Charge], rule: PeriodRule) -> Basis:
-    """What is kept of an invoice's charges so that it can be computed again."""
-    ordered = sorted(charges, key=lambda charge: (charge.ts_us, charge.event_id))
-    late = {charge.late_of.id: charge.late_of for charge in ordered if charge.late_of is not None}
-    return Basis(
-        root=merkle.root([charge.leaf for charge in ordered]).hex(),
-        anchor_day=rule.anchor_day,
-        timezone=rule.timezone,
-        price_ids=tuple(sorted({charge.price.id for charge in ordered})),
-        priced_later={charge.event_id: charge.price.id for charge in ordered if charge.priced_later},
-        late=tuple(
-            LatePeriod(invoice_id=one.id, start_us=one.period_start_us, end_us=one.period_end_us)
-            for one in sorted(late.values(), key=lambda invoice: invoice.cut_seq)
-        ),
-        counted=tuple(_counted(ordered)),
-    )
-
-
-def _counted(ordered: Iterable[Charge]) -> Iterable[CountedFrom]:
-    before = 0
-    for charge in ordered:
-        if charge.period_start_us not in (0, before):  # 0: all of its price is linear, so it counts nowhere
-            before = charge.period_start_us
-            yield CountedFrom(event_id=charge.event_id, start_us=before)
 
 
 def _booked(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -> list[tuple[str, InvoiceLine]]:

@@ -13,7 +13,6 @@ Pure. Does not know: where usage is kept, what time it is.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -37,26 +36,20 @@ __all__ = [
     "booked_lines",
     "close",
     "cut_lines",
-    "digest",
     "true_up",
 ]
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as it enters an invoice."""
+    """Units as they enter an invoice: of one event, or of several that no line tells apart."""
 
-    event_id: str
-    event_hash: str
-    ts_us: int
     model: str
     adapter: str
     quantities: dict[TokenClass, int]
     price: PriceVersion
-    late_of: Invoice | None  # the standing invoice of its period, when it is late
-    period_start_us: int = 0  # of the period whose tiers it counts in
-    charged_femto: int = 0  # what the ledger charged for it
-    leaf: bytes = b""  # of the invoice's tree
-    priced_later: bool = False  # by a price that was set after it was settled without one
+    late_of: Invoice | None  # the standing invoice of their period, when they are late
+    period_start_us: int = 0  # of the period whose tiers they count in
+    charged_femto: int = 0  # what the ledger charged for them
 
 
 class Group(msgspec.Struct, frozen=True, order=True):
@@ -142,14 +135,6 @@ def _component(line: InvoiceLine) -> Component:
         allowance=line.allowance,
         minimum=line.minimum,
     )
-
-
-def digest(charges: Iterable[Charge]) -> str:
-    """SHA-256 hex over (event id, content hash) in the order of (time, id): what exactly was invoiced."""
-    hashed = hashlib.sha256()
-    for charge in sorted(charges, key=lambda charge: (charge.ts_us, charge.event_id)):
-        hashed.update(f"{charge.event_id} {charge.event_hash}\n".encode())
-    return hashed.hexdigest()
 
 
 # -- linear ----------------------------------------------------------------------------------------------------------

@@ -7,41 +7,32 @@ recorded first; usage that only the ledger has is still on its way, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from billing.accounts import Tenant
 from billing.asked import ask, sealed
 from billing.books import fact_of, new_event
-from billing.charges import agrees
 from billing.checks import Faults
-from billing.document import Document, basis_of, content_hash_of, document
-from billing.errors import Conflict, Invalid, LedgerDisagrees, PeriodNotClosed, UnratedUsage
+from billing.document import Document, content_hash_of, document
+from billing.errors import Conflict, Invalid, PeriodNotClosed, UnratedUsage
 from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource, owner
 from billing.ledger import UsageRated
-from billing.lines import Charge, cut_lines, digest, true_up
+from billing.lines import cut_lines, true_up
 from billing.periods import Period
-from billing.prices import PriceBook, PriceVersion
+from billing.prices import PriceBook
 from billing.service.shell import Idempotency
-from billing.service.usage import UsageService
+from billing.service.usage import UsageService, usage_key
 from billing.stays import Stay, adapter_lines
 from billing.store import NewEvent
-from billing.tariff import Tariffs
+from billing.taken import Taken
 from billing.terms import InvoiceTerms, PeriodRule
-from billing.tiers import TokenClass
+from billing.witnesses import Entry, Witnesses
 from metering.events import UsageEvent, content_hash
-from metering.receipts import leaf_of
 
 CUT_ATTEMPTS = 4
 CLOCK_SLACK_US = 86_400_000_000  # by how much two machines' clocks may part and a scan still sees all
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One charge that this invoice is to have, and the standing invoice it comes too late for."""
-
-    rated: UsageRated
-    late_of: Invoice | None
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +41,6 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     time_us: int
     invoices: list[Invoice]  # all of the tenant's, as they stood
-    recorded: set[str]  # ids of the period, on whichever invoice
-    entries: dict[str, Entry]
     tenant: Tenant  # as it was
     prices: PriceBook  # a copy: a month's charges are rated without the lock, and requests go on
     rule: PeriodRule
@@ -81,8 +70,8 @@ class CuttingService(UsageService):
             return first
         period = Period(start_us=start_us, end_us=end_us)
         self._check_period(tenant_id, period, watermark_us)
-        cut, events = self._agreed_cut(tenant_id, period, usage)
-        invoice = compose(self._new_id("invoice"), period, cut, events)
+        cut, taken = self._agreed_cut(tenant_id, period, usage)
+        invoice = compose(self._new_id("invoice"), period, cut, taken)
 
         def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
             self._books.invoices.check_free(tenant_id, start_us, end_us)
@@ -118,22 +107,21 @@ class CuttingService(UsageService):
         if period.end_us > min(watermark_us, self._clock()):
             raise PeriodNotClosed("usage of this period may still be on its way")
 
-    def _agreed_cut(self, tenant_id: str, period: Period, usage: UsageSource) -> tuple[Cut, dict[str, UsageEvent]]:
-        """A cut of the ledger, and the stored event of each of its charges."""
+    def _agreed_cut(self, tenant_id: str, period: Period, usage: UsageSource) -> tuple[Cut, Taken]:
+        """A cut of the ledger, and what it takes: every charge that is free, by its stored event."""
         for _ in range(CUT_ATTEMPTS):
             cut = self._cut(tenant_id, period)
-            events: dict[str, UsageEvent] = {}
-            unknown: list[UsageEvent] = []
-            for event in self._stored(tenant_id, period, cut, usage):
-                entry = cut.entries.get(event.event_id)
-                if entry is not None and content_hash(event) == entry.rated.event_hash:
-                    events[event.event_id] = event
-                elif entry is None and period.start_us <= event.ts_us < period.end_us:
-                    unknown += [event] if event.event_id not in cut.recorded else []
-            if unknown:
+            witnesses = Witnesses(self._entries(cut, period))
+            taken = Taken(cut.prices, cut.tenant.currency)
+            for entry, event in witnesses.match(usage.events(tenant_id, period.start_us, period.end_us)):
+                taken.add(entry, event, period.start_us)
+            if unknown := self._unmatched(cut, period, witnesses.unknown()):
                 self.record(unknown)
-            elif len(events) == len(cut.entries):
-                return cut, events
+                continue
+            for entry, event in witnesses.match_rest(_late_events(tenant_id, cut, witnesses.unseen(), usage)):
+                taken.add(entry, event, period.start_us)
+            if not witnesses.unseen():
+                return cut, taken
         raise PeriodNotClosed("the ledger has usage of this period that the usage store does not have yet")
 
     def _cut(self, tenant_id: str, period: Period) -> Cut:
@@ -153,29 +141,40 @@ class CuttingService(UsageService):
             ]
         if unrated:
             raise UnratedUsage(f"{len(unrated)} requests of this period have no charge, first {unrated[0]}")
-        recorded: set[str] = set()
-        entries: dict[str, Entry] = {}
-        for number, rated in self._rated(tenant_id, _scan_from_us(period, invoices)):
-            own = period.start_us <= rated.ts_us < period.end_us
-            late_of = None if own else _standing(rated.ts_us, invoices)
-            if number > seq or not (own or late_of):
-                continue
-            if own:
-                recorded.add(rated.event_id)
-            if owner(rated.ts_us, number, invoices) is None:
-                entries[rated.event_id] = Entry(rated, late_of)
         return Cut(
             seq=seq,
             time_us=time_us,
             invoices=invoices,
-            recorded=recorded,
-            entries=entries,
             tenant=tenant,
             prices=prices,
             rule=rule,
             stays=stays,
             terms=terms,
         )
+
+    def _entries(self, cut: Cut, period: Period) -> Iterator[Entry]:
+        """The tenant's charges at the cut that are of the period, or late for a standing invoice and on none."""
+        for number, rated in self._rated(cut.tenant.id, _scan_from_us(period, cut.invoices)):
+            if entry := _entry(number, rated, cut, period):
+                yield entry
+
+    def _unmatched(self, cut: Cut, period: Period, events: Sequence[UsageEvent]) -> list[UsageEvent]:
+        """Those of them that are no second contents of what was matched: the first content of an id stands."""
+        rows = self._store.find_all([usage_key(event.event_id) for event in events])
+        from_us = _scan_from_us(period, cut.invoices)
+        found = []
+        for event in events:
+            row = rows.get(usage_key(event.event_id))
+            fact = fact_of(row) if row is not None and row.time_us >= from_us else None
+            if (
+                row is None
+                or not isinstance(fact, UsageRated)
+                or fact.tenant != cut.tenant.id
+                or fact.event_hash == content_hash(event)
+                or _entry(row.seq, fact, cut, period) is None
+            ):
+                found.append(event)
+        return found
 
     def _rated(self, tenant_id: str, recorded_from_us: int) -> Iterator[tuple[int, UsageRated]]:
         """A tenant's charges with their numbers in the ledger."""
@@ -184,30 +183,25 @@ class CuttingService(UsageService):
             if isinstance(fact, UsageRated):
                 yield row.seq, fact
 
-    def _stored(self, tenant_id: str, period: Period, cut: Cut, usage: UsageSource) -> Iterator[UsageEvent]:
-        """The store's events of the period, and those of earlier periods that turned up late."""
-        yield from usage.events(tenant_id, period.start_us, period.end_us)
-        late = [entry for entry in cut.entries.values() if entry.late_of]
-        for invoice in cut.invoices:
-            settled = [entry.rated.settled_us for entry in late if entry.late_of == invoice]
-            if settled:
-                yield from usage.events(
-                    tenant_id,
-                    invoice.period_start_us,
-                    invoice.period_end_us,
-                    settled_from_us=min(settled),
-                    settled_to_us=max(settled) + 1,
-                )
+
+def _late_events(tenant_id: str, cut: Cut, entries: Sequence[Entry], usage: UsageSource) -> Iterator[UsageEvent]:
+    """Events of earlier periods, of those that turned up late and some beside them."""
+    for invoice in cut.invoices:
+        settled = [entry.rated.settled_us for entry in entries if entry.late_of == invoice]
+        if settled:
+            yield from usage.events(
+                tenant_id,
+                invoice.period_start_us,
+                invoice.period_end_us,
+                settled_from_us=min(settled),
+                settled_to_us=max(settled) + 1,
+            )
 
 
-def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent]) -> Invoice:
-    """The draft, every charge rated anew: a function of the ledger at the cut, and the stored events.
-
-    Raises `LedgerDisagrees`.
-    """
+def compose(id: str, period: Period, cut: Cut, taken: Taken) -> Invoice:
+    """The draft: a function of the ledger at the cut, and what it takes."""
     tenant, prices, rule, terms = cut.tenant, cut.prices, cut.rule, cut.terms
-    tariffs = Tariffs(prices)
-    charges = [_rerated(entry, events[id], tenant.currency, prices, tariffs) for id, entry in cut.entries.items()]
+    charges = taken.charges()
     listed = cut_lines(period, charges, book=prices, earlier=cut.invoices, rule=rule)
     listed += adapter_lines(period, cut.stays, tenant, prices, rule)
     lines = sealed(id, tenant.currency, period, ask(period, listed, terms, cut.invoices), terms.tax)
@@ -222,50 +216,24 @@ def compose(id: str, period: Period, cut: Cut, events: Mapping[str, UsageEvent])
         cut_seq=cut.seq,
         lines=lines,
         total_minor=sum(line.amount_minor for line in lines),
-        event_count=len(charges),
-        events_digest=digest(charges),
+        event_count=taken.count,
+        events_digest=taken.digest(),
         created_us=cut.time_us,
         true_up=true_up(lines, charges),
-        basis=basis_of(charges, rule),
+        basis=taken.basis(rule),
         terms=terms,
     )
     return msgspec.structs.replace(invoice, content_hash=content_hash_of(document(invoice, prices, cut.invoices)))
 
 
-def _rerated(entry: Entry, event: UsageEvent, currency: str, prices: PriceBook, tariffs: Tariffs) -> Charge:
-    rated = entry.rated
-    price = _price_again(rated, event, currency, prices)
-    tariff = tariffs.of(price.id)
-    if not agrees(rated, event, tariff):
-        raise LedgerDisagrees(f"request {event.event_id} was charged otherwise than it is rated now")
-    return Charge(
-        event_id=event.event_id,
-        event_hash=rated.event_hash,
-        ts_us=event.ts_us,
-        model=event.model,
-        adapter=event.adapter,
-        quantities={TokenClass(name): units for name, units in tariff.counted(event).items()},
-        price=price,
-        late_of=entry.late_of,
-        period_start_us=rated.period_start_us,
-        charged_femto=int(rated.amount_femto),
-        leaf=leaf_of(event),
-        priced_later=rated.rated_later,
-    )
-
-
-def _price_again(rated: UsageRated, event: UsageEvent, currency: str, prices: PriceBook) -> PriceVersion:
-    if rated.rated_later:  # by its time alone there was no price: the operator set one for it afterwards
-        return prices.versions[rated.price_id]
-    return prices.resolve(
-        event.tenant,
-        event.model,
-        event.base_model,
-        currency,
-        ts_us=event.ts_us,
-        known_us=event.ts_us,
-        endpoint=event.endpoint,
-    )
+def _entry(number: int, rated: UsageRated, cut: Cut, period: Period) -> Entry | None:
+    """The charge as it concerns an invoice for the period."""
+    own = period.start_us <= rated.ts_us < period.end_us
+    late_of = None if own else _standing(rated.ts_us, cut.invoices)
+    if number > cut.seq or not (own or late_of):
+        return None
+    free = owner(rated.ts_us, number, cut.invoices) is None
+    return Entry(rated, late_of, free) if own or free else None
 
 
 def _standing(ts_us: int, invoices: Iterable[Invoice]) -> Invoice | None:

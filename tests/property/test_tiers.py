@@ -170,16 +170,15 @@ class House:
         if any(one.period_start_us < period.end_us and period.start_us < one.period_end_us for one in self.standing()):
             return
         taken = set().union(*(self.on[one.id] for one in self.standing()))
-        charges = []
+        charges: list[Charge] = []
+        on: set[str] = set()
         for event, rated in self.rated:
             late = next((one for one in self.standing() if one.has(event.ts_us)), None)
             if event.event_id not in taken and (period.has(event.ts_us) or late):
                 price = self.book.versions[rated.price_id]
+                on.add(event.event_id)
                 charges.append(
                     Charge(
-                        event_id=event.event_id,
-                        event_hash=rated.event_hash,
-                        ts_us=event.ts_us,
                         model=event.model,
                         adapter=event.adapter,
                         quantities=priced_quantities(event, price),
@@ -197,7 +196,7 @@ class House:
         lines = close(id, "usd", asked)
         self.check(charges, lines)
         self.invoices.append(invoice(id, period, lines, true_up(lines, charges)))
-        self.on[id] = {charge.event_id for charge in charges}
+        self.on[id] = on
 
     def check(self, charges: list[Charge], lines: tuple[InvoiceLine, ...]) -> None:
         exact = sum((Fraction(line.amount_femto) for line in lines), Fraction(0))

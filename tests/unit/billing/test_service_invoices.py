@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from billing import taken
 from billing.accounts import Tenant
 from billing.charges import agrees
 from billing.errors import (
@@ -24,7 +25,7 @@ from billing.errors import (
 )
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
 from billing.ledger import UsageRated
-from billing.service import Idempotency, cutting
+from billing.service import Idempotency
 from billing.store import EventStore
 from billing.tariff import Tariff
 from metering.events import UsageEvent
@@ -124,7 +125,7 @@ def test_requests_go_on_while_the_charges_of_a_period_are_rated(house: Any, monk
         assert not thread.is_alive()
         return agrees(rated, event, tariff)
 
-    monkeypatch.setattr(cutting, "agrees", slow_agrees)
+    monkeypatch.setattr(taken, "agrees", slow_agrees)
     invoice = draft(house, span)
     assert served == [True] * 3
     assert [(line.quantity, line.unit_price_nano) for line in invoice.lines] == [(30, 10**9)]
