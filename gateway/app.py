@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
-from litestar import Litestar
+from litestar import Litestar, Router
 from litestar.datastructures import MutableScopeHeaders
 from litestar.di import Provide
 from litestar.types import Message, Scope
@@ -24,6 +24,7 @@ from gateway.admission import Admission
 from gateway.alarms import sample_books
 from gateway.apidoc import api_config, pointer
 from gateway.billing.keys import signing_keys
+from gateway.billing.router import billing_router
 from gateway.capture import Capture
 from gateway.errors import handle
 from gateway.health import Health, live, metrics, ready, sample
@@ -144,7 +145,7 @@ def create_app(
         signing_keys,
     ]
     return Litestar(
-        route_handlers=[*routes, *([admin_router(admin), organization_router(admin)] if admin is not None else [])],
+        route_handlers=[*routes, *(_books_routers(admin) if admin is not None else [])],
         dependencies={
             "edge": _constant(edge),
             "health": _constant(health),
@@ -159,6 +160,11 @@ def create_app(
         debug=False,
         logging_config=None,
     )
+
+
+def _books_routers(admin: AdminState) -> list[Router]:
+    """What is asked of the books, by the operator and by tenants."""
+    return [admin_router(admin), organization_router(admin), billing_router(admin)]
 
 
 def create_admin_app(settings: Settings, admin: AdminState) -> Litestar:

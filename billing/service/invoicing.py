@@ -7,13 +7,13 @@ import msgspec
 from billing.books import new_event
 from billing.errors import Conflict
 from billing.invoice import Invoice, InvoiceFinalized, InvoiceStatus
-from billing.service.cutting import CuttingService
+from billing.service.proving import ProvingService
 from billing.service.shell import Idempotency, page
 from billing.service.signing import SigningService
 from billing.store import NewEvent
 
 
-class InvoiceService(CuttingService, SigningService):
+class InvoiceService(ProvingService, SigningService):
     """What a tenant owes."""
 
     def finalize_invoice(self, invoice_id: str, *, idempotency: Idempotency | None = None) -> Invoice:
