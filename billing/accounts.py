@@ -14,6 +14,8 @@ from billing.checks import AMOUNT_MAX_FEMTO, Faults
 from billing.errors import Conflict, Invalid, NotFound, UnknownModel
 from billing.money import parse_amount
 from billing.periods import UTC_NAME, zone_names
+from billing.steps import parse_steps
+from billing.suspensions import OPERATOR, SuspensionFact, SuspensionLifted, SuspensionPlaced, Suspensions
 
 KEYS_PER_TENANT = 10_000
 ADAPTERS_PER_TENANT = 10_000
@@ -28,11 +30,12 @@ CHANGEABLE = (
     "top_up",
     "timezone",
     "billing_anchor_day",
+    "dunning_steps",
 )
 
 
 class TenantStatus(StrEnum):
-    """A suspended tenant's keys open nothing; its data and debts stay."""
+    """An operator's own word; an invoice in dunning may hold a tenant suspended that is `active` by it."""
 
     ACTIVE = "active"
     SUSPENDED = "suspended"
@@ -73,6 +76,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     top_up: TopUp | None = None
     timezone: str = UTC_NAME
     billing_anchor_day: int = 1  # 1 to 31: the day of a month on which invoices' periods begin, in that zone
+    dunning_steps: str | None = None  # as the setting of this name, in whose place it is
 
     def check(self) -> None:
         """Raise `Invalid` with every fault."""
@@ -106,6 +110,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
         if self.timezone not in zone_names():
             faults.add("timezone", "must be an IANA time zone, such as Europe/Berlin")
         faults.anchor_day("billing_anchor_day", self.billing_anchor_day)
+        if self.dunning_steps is not None:
+            try:
+                parse_steps(self.dunning_steps)
+            except ValueError as error:
+                faults.add("dunning_steps", str(error))
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,24 +178,35 @@ class AdapterRemoved(msgspec.Struct, frozen=True, kw_only=True, tag="adapter.rem
     adapter: AdapterRecord
 
 
-AccountFact = TenantCreated | TenantUpdated | KeyCreated | KeyRevoked | AdapterAdded | AdapterRemoved
+AccountFact = TenantCreated | TenantUpdated | KeyCreated | KeyRevoked | AdapterAdded | AdapterRemoved | SuspensionFact
 
 
 class Accounts:
-    """All tenants, keys and adapters that stand. Insertion order is the order of creation."""
+    """All tenants, keys and adapters that stand, and who is suspended. Insertion order is the order of creation."""
 
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
         self.keys: dict[str, Key] = {}
         self.adapters: dict[str, AdapterRecord] = {}  # by id of the load
+        self.suspensions = Suspensions()
         self._key_of_secret: dict[str, str] = {}
         self._keys_of: dict[str, dict[str, None]] = {}
         self._adapters_of: dict[str, dict[str, AdapterRecord]] = {}  # tenant → name
 
-    def apply(self, fact: AccountFact) -> None:
+    def apply(self, fact: AccountFact, time_us: int = 0) -> None:
+        """`time_us`: when the fact was written down."""
         match fact:
             case TenantCreated(tenant=tenant) | TenantUpdated(tenant=tenant):
                 self.tenants[tenant.id] = tenant
+                self.suspensions.follow(tenant.id, tenant.status is TenantStatus.SUSPENDED, time_us)
+            case SuspensionPlaced(tenant=id, invoice_id=invoice_id):
+                self.suspensions.apply(fact)
+                if invoice_id == OPERATOR:
+                    self.tenants[id] = msgspec.structs.replace(self.tenants[id], status=TenantStatus.SUSPENDED)
+            case SuspensionLifted(tenant=id, invoice_id=invoice_id):
+                self.suspensions.apply(fact)
+                if invoice_id == OPERATOR:
+                    self.tenants[id] = msgspec.structs.replace(self.tenants[id], status=TenantStatus.ACTIVE)
             case KeyCreated(key=key, secret_sha256=digest):
                 self.keys[key.id] = key
                 self._key_of_secret[digest] = key.id
@@ -227,15 +247,12 @@ class Accounts:
         return adapter
 
     def by_secret(self, secret_sha256: str) -> tuple[Key, Tenant] | None:
-        """Who holds this secret; None for an unknown or revoked key and for a suspended tenant."""
+        """Who holds this secret, suspended or not; None for an unknown or revoked key."""
         key_id = self._key_of_secret.get(secret_sha256)
         if key_id is None:
             return None
         key = self.keys[key_id]
-        tenant = self.tenants[key.tenant]
-        if key.revoked_us is not None or tenant.status is not TenantStatus.ACTIVE:
-            return None
-        return key, tenant
+        return None if key.revoked_us is not None else (key, self.tenants[key.tenant])
 
     def resolve_model(self, tenant_id: str, model: str | None, base_model: str) -> tuple[str, AdapterRecord | None]:
         """The priced name and the adapter behind a model name; no name means the tenant's default."""

@@ -44,6 +44,8 @@ class AlertKind(StrEnum):
     PAYMENT_FAILED = "payment.failed"
     SUSPENDED = "tenant.suspended"
     TOP_UP = "balance.top_up_requested"
+    DUNNING = "dunning.step"
+    REACTIVATED = "tenant.reactivated"
 
 
 class AlertState(StrEnum):
@@ -60,6 +62,7 @@ OF_LOG = {
     "quota.exhausted": AlertKind.EXHAUSTED,
     "top_up.requested": AlertKind.TOP_UP,
     "invoice.payment_failed": AlertKind.PAYMENT_FAILED,
+    "dunning.step": AlertKind.DUNNING,
 }
 """Facts of the log that are alerts, whole. A tenant's suspension is a change of its row: see `Alerts.follow`."""
 
@@ -93,7 +96,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class _Followed(msgspec.Struct, frozen=True):
-    """How far the log is followed, and who was suspended there."""
+    """How far the log is followed, and whom an operator had suspended there."""
 
     seq: int
     suspended: tuple[str, ...] = ()
@@ -245,6 +248,13 @@ def _alerts_of(row: StoredEvent, suspended: set[str]) -> list[tuple[AlertKind, s
     """What a row of the log is an alert of; `suspended` goes along."""
     if row.type in OF_LOG:
         return [(OF_LOG[row.type], f"event:{row.seq}", {"event": row.seq, **_payload(row)})]
+    if row.type in ("suspension.placed", "suspension.lifted"):
+        fact, placed = _payload(row), row.type == "suspension.placed"
+        if not fact.get("invoice_id"):
+            (suspended.add if placed else suspended.discard)(fact["tenant"])
+        if placed or fact["active"]:
+            kind = AlertKind.SUSPENDED if placed else AlertKind.REACTIVATED
+            return [(kind, f"event:{row.seq}", {"event": row.seq, **fact, "by": row.actor})]
     if row.type in ("tenant.created", "tenant.updated"):
         tenant = _payload(row)["tenant"]
         was, now = tenant["id"] in suspended, tenant.get("status") == "suspended"

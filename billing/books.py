@@ -1,4 +1,4 @@
-"""All that the event log says, folded: accounts, prices, ledger, budgets, invoices.
+"""All that the event log says, folded: accounts, prices, ledger, budgets, invoices, dunnings.
 
 Pure: the same rows in the same order give the same books, in every process and at any later time.
 """
@@ -21,6 +21,7 @@ from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, 
 from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.charges import move
 from billing.daily import DailyCharges
+from billing.dunning import DunningEnded, DunningFact, Dunnings, DunningStarted, DunningStepped
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
 from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceVoided
@@ -33,6 +34,7 @@ from billing.provider import ProviderEventSeen
 from billing.signing import SigningKeyPublished, SigningKeys
 from billing.stays import Stays
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
+from billing.suspensions import SuspensionLifted, SuspensionPlaced
 from billing.tariff import Tariffs
 from billing.terms import CommitmentSet, DiscountEnded, DiscountGiven, TaxSet, Terms, TermsFact
 
@@ -47,6 +49,7 @@ Fact = (
     | CostRateSet
     | SigningKeyPublished
     | TermsFact
+    | DunningFact
 )
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -88,6 +91,7 @@ class Books:
         self.terms = Terms()
         self.invoices = Invoices()
         self.signing_keys = SigningKeys()
+        self.dunnings = Dunnings()
         self.daily = DailyCharges()
 
     def apply(self, row: StoredEvent) -> Fact | None:
@@ -114,11 +118,15 @@ class Books:
             case BudgetSet() | BudgetRemoved() | BudgetReached():
                 self.budgets.apply(fact)
             case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
-                self.accounts.apply(fact)
+                self.accounts.apply(fact, row.time_us)
                 if isinstance(fact, AdapterAdded | AdapterRemoved):
                     self.stays.apply(fact, row.time_us)
             case DiscountGiven() | DiscountEnded() | CommitmentSet() | TaxSet():
                 self.terms.apply(fact)
+            case SuspensionPlaced() | SuspensionLifted():
+                self.accounts.apply(fact, row.time_us)
+            case DunningStarted() | DunningStepped() | DunningEnded():
+                self.dunnings.apply(fact)
             case PriceSet():
                 self.prices.apply(fact)
             case AdminKeyCreated() | AdminKeyRevoked() | CommandRefused():
@@ -132,6 +140,7 @@ class Books:
             case _:
                 self._true_up(fact)
                 self.invoices.apply(fact, row.seq)
+                self.dunnings.follow(fact)
         self.seq, self.hash = row.seq, row.hash
         return fact
 

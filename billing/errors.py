@@ -101,6 +101,15 @@ class InsufficientCredits(BillingError):
         super().__init__(f"{by} does not cover this request.")
 
 
+class TenantSuspended(BillingError):
+    """The tenant is suspended: it is sold nothing, and may look at what it owes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This account is suspended. GET /v1/billing/balance says why, GET /v1/billing/invoices what is due."
+        )
+
+
 class NoPrice(BillingError):
     """No price applies, so nothing may be sold: a missing price is never 0."""
 

@@ -42,6 +42,10 @@ AT_PROVIDER = frozenset({InvoiceStatus.EXPORTED, InvoiceStatus.PAID, InvoiceStat
 """What the payment provider has, final, and not void."""
 
 
+DUE = frozenset({InvoiceStatus.FINALIZED, InvoiceStatus.EXPORTED, InvoiceStatus.UNCOLLECTIBLE})
+"""What is final and asks for money."""
+
+
 class LatePeriod(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier invoice whose period has events that turned up too late for it."""
 
@@ -117,6 +121,11 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     def tax_minor(self) -> int:
         """Of the total, by fixed rates; what Stripe Tax adds is in no total of ours."""
         return sum(line.amount_minor for line in self.lines if line.kind is LineKind.TAX)
+
+    @property
+    def due_minor(self) -> int:
+        """What it asks for and was not paid yet, with the provider's tax; nothing for a draft and a void one."""
+        return self.total_minor + self.provider_tax_minor if self.status in DUE else 0
 
     def has(self, ts_us: int) -> bool:
         """Whether the instant lies in the period."""

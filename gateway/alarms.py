@@ -20,6 +20,8 @@ def sample_books(telemetry: Telemetry, billing: Billing, spool: Spool, journal: 
     """The alarms of the ledger, the spool and the journal, and the holds and unrated requests that stand."""
     telemetry["meterhouse_holds_open"].set(billing.holds_open())
     telemetry["meterhouse_unrated_requests"].set(billing.unrated_count())
+    telemetry["meterhouse_suspended_tenants"].set(billing.suspended_count())
+    telemetry["meterhouse_dunning_invoices"].set(billing.dunning_count())
     telemetry.alarms(
         billing.alarms()
         | {

@@ -40,7 +40,7 @@ ERRORS = {
     400: "The request is malformed, or asks for what is not served; `param` names the field.",
     401: "There is no key, or it is not valid.",
     402: "The balance does not cover the request.",
-    403: "A tenant's key cannot use the admin API.",
+    403: "The key does not open this; `code` tells a suspended tenant (`tenant_suspended`).",
     404: "What the request names does not exist.",
     408: "The body did not arrive in time.",
     409: "It conflicts with what there is, or with an earlier use of the Idempotency-Key; `code` says with what.",
@@ -135,7 +135,7 @@ def _errors(path: str, method: str, operation: JSON) -> Iterator[int]:
     if operation.get("parameters") or "requestBody" in operation:
         yield 400
     if "security" in operation:
-        yield from (401, 403, 503) if admin else (401, 503)
+        yield from (401, 403, 503)
     if "{" in path or "requestBody" in operation or "tenant" in _parameters(operation):
         yield 404
     if "requestBody" in operation:

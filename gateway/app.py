@@ -24,6 +24,7 @@ from gateway.admission import Admission
 from gateway.alarms import sample_books
 from gateway.apidoc import api_config, pointer
 from gateway.billing.keys import signing_keys
+from gateway.billing.own import own_router
 from gateway.billing.router import billing_router
 from gateway.capture import Capture
 from gateway.errors import handle
@@ -143,6 +144,7 @@ def create_app(
         pointer,
         stripe_webhook,
         signing_keys,
+        own_router(edge.billing),
     ]
     return Litestar(
         route_handlers=[*routes, *(_books_routers(admin) if admin is not None else [])],

@@ -12,6 +12,7 @@ import msgspec
 from litestar.connection import ASGIConnection
 
 from billing.accounts import Key, Tenant
+from billing.errors import TenantSuspended
 from billing.service import Billing
 from gateway.errors import Unauthorized
 
@@ -39,9 +40,20 @@ def bearer(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
 
 
 def authenticate(connection: ASGIConnection[Any, Any, Any, Any], billing: Billing) -> Principal:
-    """The principal of a `/v1` request. Unknown, malformed and revoked keys get the same answer."""
+    """The principal of a `/v1` request. Unknown, malformed and revoked keys get the same answer.
+
+    Raises `Unauthorized`, and `TenantSuspended` for one whose tenant is suspended.
+    """
+    principal = key_holder(connection, billing)
+    if billing.standing(principal.tenant.id).suspended:
+        raise TenantSuspended
+    return principal
+
+
+def key_holder(connection: ASGIConnection[Any, Any, Any, Any], billing: Billing) -> Principal:
+    """The same, its tenant suspended or not: for what a suspended tenant may look at. Raises `Unauthorized`."""
     token = bearer(connection)
-    found = billing.authenticate(token) if len(token) <= MAX_KEY_LENGTH else None
+    found = billing.key_holder(token) if len(token) <= MAX_KEY_LENGTH else None
     if found is None:
         raise Unauthorized("The API key is not valid.", headers={"www-authenticate": "Bearer"})
     key, tenant = found

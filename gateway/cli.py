@@ -23,6 +23,7 @@ from gateway.bench.commands import bench
 from gateway.cli_backup import backup_command, restore
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_price import price_commands
+from gateway.cli_standing import add_suspension, dunning_commands
 from gateway.cli_store import commands as store_commands
 from gateway.cli_terms import terms_commands
 from gateway.client import AdminClient, CallFailed, connect
@@ -31,7 +32,7 @@ from gateway.printing import Printer
 from gateway.settings import Settings, SettingsError
 
 TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
-TENANT_PERIODS = ("timezone", "billing_anchor_day")
+TENANT_PERIODS = ("timezone", "billing_anchor_day", "billing_mode", "monthly_cap", "dunning_steps")
 KEY = ("id", "tenant", "name", "prefix", "created_at", "revoked_at")
 ADAPTER = ("name", "id", "base_model", "digest", "created_at")
 BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
@@ -124,6 +125,13 @@ _timezone = click.option("--timezone", help="IANA time zone of its billing perio
 _anchor_day = click.option(
     "--billing-anchor-day", type=click.IntRange(1, 31), help="Day of the month on which billing periods begin."
 )
+_billing_mode = click.option(
+    "--billing-mode", type=click.Choice(["prepaid", "postpaid"]), help="Spends what it was granted, or pays afterwards."
+)
+_monthly_cap = click.option("--monthly-cap", help="The most that a postpaid tenant's month may cost, as 100.00.")
+_dunning_steps = click.option(
+    "--dunning-steps", help="What follows its failed payments, as notice@3,suspend@14, or none. [default: the setting]"
+)
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -185,6 +193,9 @@ def tenant() -> None:
 @_limit
 @_timezone
 @_anchor_day
+@_billing_mode
+@_monthly_cap
+@_dunning_steps
 @_admin
 def tenant_create(api: AdminClient, printer: Printer, tenant_id: str | None, **fields: Any) -> None:
     """Create the tenant NAME."""
@@ -211,14 +222,21 @@ def tenant_show(api: AdminClient, printer: Printer, tenant_id: str) -> None:
 @click.option("--name")
 @click.option("--stripe-customer-id")
 @click.option("--default-adapter")
-@click.option("--status", type=click.Choice(["active", "suspended"]), help="A suspended tenant's keys open nothing.")
+@click.option("--status", type=click.Choice(["active", "suspended"]), help="`tenant suspend` gives a reason too.")
 @_limit
 @_timezone
 @_anchor_day
+@_billing_mode
+@_monthly_cap
+@_dunning_steps
 @_admin
 def tenant_update(api: AdminClient, printer: Printer, tenant_id: str, **fields: Any) -> None:
     """Change what is given; limits are replaced as a whole."""
     printer.show(api.patch("/tenants/{}", tenant_id, body=_given(**fields)), TENANT + TENANT_PERIODS)
+
+
+add_suspension(tenant, _admin)
+main.add_command(dunning_commands(_admin))
 
 
 @main.group()

@@ -4,7 +4,7 @@
     ├── BadRequest               400     invalid_request_error   (by field)
     ├── Unauthorized             401     invalid_request_error   invalid_api_key
     ├── InsufficientQuota        402     insufficient_quota      insufficient_quota
-    ├── Forbidden                403     invalid_request_error   forbidden
+    ├── Forbidden                403     invalid_request_error   forbidden (or tenant_suspended)
     ├── NotFound                 404     invalid_request_error   not_found
     │   └── ModelNotFound        404     invalid_request_error   model_not_found
     ├── MethodNotAllowed         405     invalid_request_error   method_not_allowed
@@ -254,6 +254,7 @@ def _text(kind: type[ApiError], code: str | None = None) -> Callable[[Any], ApiE
 _MAP: tuple[tuple[Any, Callable[[Any], ApiError]], ...] = (
     (billing.UnknownModel, lambda error: ModelNotFound(error.id)),
     (billing.InsufficientCredits, _text(InsufficientQuota)),
+    (billing.TenantSuspended, _text(Forbidden, "tenant_suspended")),
     (billing.NoPrice, lambda _: Unavailable("No price is set for this model, so it is not sold.", code="no_price")),
     (billing.StripeNotConfigured, _text(Conflict, "stripe_not_configured")),
     (billing.IdempotencyConflict, _text(Conflict, "idempotency_conflict")),

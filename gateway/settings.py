@@ -17,6 +17,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from billing.steps import Policy, parse_steps
+
 PREFIX = "METERHOUSE_"
 TEST_PREFIX = "METERHOUSE_TEST_"  # belongs to the test-suite, never to a server
 CONFIG_VARIABLE = "METERHOUSE_CONFIG"
@@ -75,6 +77,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     alert_spool_lag_s: Annotated[
         float, Meta(gt=0, description="a settlement that waits this long for a store is an alert")
     ] = 300.0
+    dunning_steps: Annotated[
+        str,
+        Meta(description="what follows a failed payment after so many days, as notice@3,notice@7,suspend@14, or none"),
+    ] = "notice@3,notice@7"
+    dunning_ends_uncollectible: Annotated[
+        bool, Meta(description="what is given up as uncollectible is dunned no more, and holds no tenant suspended")
+    ] = False
     reconcile_every_s: Annotated[
         float, Meta(ge=0, description="how often the books are compared by themselves; 0: never")
     ] = 3600.0
@@ -176,6 +185,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def ledger(self) -> str:
         """URL of the ledger's database."""
         return self.ledger_url or f"sqlite:///{self.data_dir.absolute() / 'ledger.sqlite3'}"
+
+    @property
+    def dunning(self) -> Policy:
+        """What follows a failed payment, where a tenant has no rule of its own."""
+        return Policy(steps=parse_steps(self.dunning_steps), ends_uncollectible=self.dunning_ends_uncollectible)
 
     @property
     def public_salts(self) -> frozenset[str]:
@@ -371,6 +385,11 @@ def _checked(source: str, name: str, value: Any) -> Any:
         raise SettingsError(f"{source}: {name}: must be one of {', '.join(choices)}")
     if name in _URLS and not value.startswith(_URLS[name][0]):
         raise SettingsError(f"{source}: {name}: must be {_URLS[name][1]}")  # without the value: a password may be in it
+    if name == "dunning_steps":
+        try:
+            parse_steps(value)
+        except ValueError as error:
+            raise SettingsError(f"{source}: {name}: {error}") from None
     if name in SECRETS and (not value.strip() or value != value.strip()):
         raise SettingsError(f"{source}: {name}: must not be blank or have spaces around it")
     return value

@@ -117,7 +117,9 @@ class Stores:
         events = self.events = EventStore(settings.ledger)
         self.gateways = Gateways(events)
         signer = Signer(settings.signing_key, self.folder, given=settings.signing_key_file is not None)
-        self.billing = Billing(events, base_model=base_model, clock=self._clock_us, signer=signer)
+        self.billing = Billing(
+            events, base_model=base_model, clock=self._clock_us, signer=signer, dunning=settings.dunning
+        )
         self._stack.callback(self.billing.close)
         self._go_on()
         archive = Archive(settings.archive)

@@ -84,6 +84,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_delivery_failures_total", "counter", "Deliveries to be tried again.", ("consumer",)),
     MetricSpec("meterhouse_stuck_events", "gauge", "Events a consumer refuses and nothing buries.", ("consumer",)),
     MetricSpec("meterhouse_unrated_requests", "gauge", "Requests served without a charge: they need a price."),
+    MetricSpec("meterhouse_suspended_tenants", "gauge", "Tenants that are suspended."),
+    MetricSpec("meterhouse_dunning_invoices", "gauge", "Invoices in dunning: their payment failed."),
     MetricSpec("meterhouse_holds_open", "gauge", "Holds on balances; 0 when nothing runs."),
     MetricSpec("meterhouse_alarms_total", "counter", "What should never happen, by kind.", ("kind",)),
     MetricSpec("meterhouse_reconcile_differences", "gauge", "Places where the books part, by the last comparison."),

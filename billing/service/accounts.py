@@ -26,14 +26,15 @@ from billing.books import new_event
 from billing.checks import Faults
 from billing.errors import Conflict
 from billing.periods import UTC_NAME
-from billing.service.shell import Idempotency, Shell, page
+from billing.service.shell import Idempotency, page
+from billing.service.suspending import SuspensionService
 from billing.store import NewEvent
 
 SECRET_BYTES = 32  # 43 characters of URL-safe base64
 PREFIX_LENGTH = 7  # "mh-" and four more: enough to know a key by, nothing to guess it from
 
 
-class AccountService(Shell):
+class AccountService(SuspensionService):
     """Who may ask, and for which names."""
 
     def create_tenant(
@@ -50,6 +51,7 @@ class AccountService(Shell):
         billing_mode: BillingMode = BillingMode.PREPAID,
         monthly_cap: str | None = None,
         top_up: TopUp | None = None,
+        dunning_steps: str | None = None,
         idempotency: Idempotency | None = None,
     ) -> Tenant:
         """Raises `Invalid`, or `Conflict` for an id that is taken."""
@@ -68,6 +70,7 @@ class AccountService(Shell):
                 billing_mode=billing_mode,
                 monthly_cap=monthly_cap,
                 top_up=top_up,
+                dunning_steps=dunning_steps,
             )
             tenant.check()
             if tenant.id in self._books.accounts.tenants:
@@ -139,7 +142,12 @@ class AccountService(Shell):
         return self._command("revoke_key", idempotency, Key, decide)[0]
 
     def authenticate(self, secret: str) -> tuple[Key, Tenant] | None:
-        """Who holds the secret; None for an unknown or revoked one and for a suspended tenant.
+        """Who may use what is sold by this secret; None for an unknown or revoked one and for a suspended tenant."""
+        found = self.key_holder(secret)
+        return None if found is None or self.standing(found[1].id).suspended else found
+
+    def key_holder(self, secret: str) -> tuple[Key, Tenant] | None:
+        """Who holds the secret, suspended or not; None for an unknown or revoked one.
 
         The secret is hashed before it is looked up, so the time that takes tells nothing about any secret.
         """

@@ -6,7 +6,7 @@ import msgspec
 
 from billing.accounts import Tenant
 from billing.books import new_event
-from billing.errors import Conflict, InsufficientCredits, LeaseLost, NotFound
+from billing.errors import Conflict, InsufficientCredits, LeaseLost, NotFound, TenantSuspended
 from billing.grants import PRIORITY, CreditGranted, Grant, GrantState, check_grant
 from billing.holds import Hold, missing
 from billing.ledger import Balance
@@ -96,10 +96,13 @@ class CreditService(Shell):
 
         The hold counts against the tenant's balance, unless it pays afterwards, and against every hard budget of the
         tenant, the key and the adapter, in the window that has `ts_us`, when the request began. Raises
-        `InsufficientCredits` with nothing kept, `NotFound`, `Invalid`, `Conflict` for an id in use, `LeaseLost`.
+        `InsufficientCredits` or `TenantSuspended` with nothing kept, `NotFound`, `Invalid`, `Conflict` for an id in
+        use, `LeaseLost`.
         """
         with self._state:
             self._books.accounts.tenant(tenant_id)
+            if self._books.accounts.suspensions.holds(tenant_id):
+                raise TenantSuspended
             now_us = self._clock()
             ts_us = now_us if ts_us is None else ts_us
             quotas = self._quotas.applying(tenant_id, key_id, adapter, ts_us)

@@ -42,11 +42,23 @@ class InvoiceService(ProvingService, SigningService):
         with self._state:
             return self._books.invoices.get(invoice_id)
 
-    def invoices(self, tenant_id: str | None = None, limit: int = 100, after: str | None = None) -> list[Invoice]:
-        """In the order of their cuts, void ones too. Raises `NotFound` for an unknown tenant."""
+    def due_minor(self, tenant_id: str) -> int:
+        """What the tenant's final invoices ask for and was not paid yet, in minor units. Raises `NotFound`."""
+        with self._state:
+            return sum(one.due_minor for one in self._books.invoices.of(self._books.accounts.tenant(tenant_id).id))
+
+    def invoices(
+        self, tenant_id: str | None = None, limit: int = 100, after: str | None = None, *, final: bool = False
+    ) -> list[Invoice]:
+        """In the order of their cuts, void ones too; with `final` those that were made final at some time.
+
+        Raises `NotFound` for an unknown tenant.
+        """
         with self._state:
             if tenant_id is None:
                 found = list(self._books.invoices.by_id.values())
             else:
                 found = self._books.invoices.of(self._books.accounts.tenant(tenant_id).id)
+            if final:
+                found = [invoice for invoice in found if invoice.finalized_us is not None]
             return page(found, lambda invoice: invoice.id, limit, after)

@@ -1,4 +1,5 @@
-"""What the books say by themselves, once each: a grant expires, a balance wants a top-up, a threshold is reached.
+"""What the books say by themselves, once each: a grant expires, a balance wants a top-up, a threshold is reached, a
+failed payment has its next consequence.
 
 Decided from the folded log and the time, while the log is held by this writer alone: so of several gateways that look
 at once one writes a notice, and the others find it written. A kill between a charge and its notices loses none: whoever
@@ -11,14 +12,14 @@ from billing.books import new_event
 from billing.grants import GrantExpired
 from billing.leases import LeaseTable
 from billing.ledger import QuotaExhausted, TopUpRequested
-from billing.service.shell import Shell
+from billing.service.suspending import SuspensionService
 from billing.store import NewEvent
 
 NOTICER = "notices"  # the actor of what the books say by themselves
 AGAIN_US = 1_000_000  # from one look at what waits for other gateways to the next
 
 
-class NoticeService(Shell):
+class NoticeService(SuspensionService):
     """Notices. `notice` is called after each batch of charges and every few seconds."""
 
     _expiries_from_us = 0
@@ -63,6 +64,7 @@ class NoticeService(Shell):
             *self._top_ups(now_us),
             *self._thresholds(now_us),
             *self._at_their_end(now_us),
+            *self._dunnings_due(now_us),
         ]
 
     def _expiries(self, now_us: int, others_us: int | None) -> list[NewEvent]:

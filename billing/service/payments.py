@@ -67,7 +67,7 @@ class PaymentService(ExportService):
         return outcome
 
     def suspended_tenants(self) -> list[str]:
-        """Their ids."""
+        """Ids of those that an operator suspended."""
         with self._state:
             tenants = list(self._books.accounts.tenants.values())
         return [tenant.id for tenant in tenants if tenant.status is TenantStatus.SUSPENDED]

@@ -27,6 +27,7 @@ from billing.holds import Holds
 from billing.ledger import UsageRated, UsageUnrated
 from billing.quotas import QuotaBook
 from billing.signer import Signer
+from billing.steps import NO_DUNNING, Policy
 from billing.store import EventStore, Log, NewEvent, StoredEvent
 from metering.events import UsageEvent
 
@@ -69,6 +70,7 @@ class Shell:
         new_id: Callable[[str], str] = new_id,
         price_lead_us: int = PRICE_LEAD_US,
         signer: Signer | None = None,
+        dunning: Policy = NO_DUNNING,
     ) -> None:
         """`signer` has the key of final invoices; without one none is made final here."""
         self.base_model = base_model  # the name the engine's own model is asked for by
@@ -86,6 +88,7 @@ class Shell:
         self._alarms: Counter[str] = Counter()
         self._exporting: set[str] = set()
         self._price_lead_us = price_lead_us
+        self._dunning = dunning  # for dunnings that begin here
         self._quoted_us = 0  # the newest request that was quoted a price
         self._undecided_us: int | None = None  # from when a price counts of which is not known whether it stands
         self.refresh()

@@ -35,7 +35,7 @@ REASON_MAX = 300
 
 MONEY = re.compile(
     r"/(prices|invoices|usage|alerts|meters|stripe|margin|credits|grants|budgets|discounts|credit-notes)(/.*)?"
-    r"|/tenants/[^/]+/(credits|grants|budgets|top-up|invoices|discounts|commitment|tax)(/.*)?"
+    r"|/tenants/[^/]+/(credits|grants|budgets|top-up|invoices|discounts|commitment|tax|suspend|reactivate)(/.*)?"
 )
 """What the role `billing` may change: paths behind the admin API's own."""
 
@@ -52,7 +52,7 @@ def admin_guard(admin_key: str, billing: Billing) -> Callable[[Connection, BaseR
             ACTOR.set(BOOTSTRAP)
             return
         key = billing.admin_by_secret(given) if len(given) <= MAX_KEY_LENGTH else None
-        if key is None and billing.authenticate(given) is not None:
+        if key is None and len(given) <= MAX_KEY_LENGTH and billing.key_holder(given) is not None:
             raise Forbidden("A tenant's key cannot use the admin API.")
         if key is None:
             raise Unauthorized("The admin key is not valid.", headers={"www-authenticate": "Bearer"})

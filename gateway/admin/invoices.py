@@ -157,7 +157,7 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         status=invoice.status,
         period_start=format_time(invoice.period_start_us),
         period_end=format_time(invoice.period_end_us),
-        lines=[_show_line(line, invoice.currency) for line in invoice.lines],
+        lines=[show_line(line, invoice.currency) for line in invoice.lines],
         rounding=Rounding(digits=minor_digits(invoice.currency)),
         exact_total=format_exact(invoice.total_femto),
         subtotal=format_minor(invoice.total_minor - invoice.tax_minor, invoice.currency),
@@ -171,13 +171,13 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         events_digest=invoice.events_digest,
         stripe_invoice_id=invoice.stripe_invoice_id,
         created_at=format_time(invoice.created_us),
-        finalized_at=_time(invoice.finalized_us),
-        exported_at=_time(invoice.exported_us),
-        voided_at=_time(invoice.voided_us),
+        finalized_at=show_time(invoice.finalized_us),
+        exported_at=show_time(invoice.exported_us),
+        voided_at=show_time(invoice.voided_us),
     )
 
 
-def _show_line(line: InvoiceLine, currency: str) -> LineView:
+def show_line(line: InvoiceLine, currency: str) -> LineView:
     unit = None if line.token_class is None else UNITS[line.token_class]
     adapter = line.kind is LineKind.ADAPTER  # counted in microseconds of its period
     return LineView(
@@ -227,7 +227,7 @@ def _show_part(part: CommitmentPart) -> PartView:
     )
 
 
-def _time(us: int | None) -> str | None:
+def show_time(us: int | None) -> str | None:
     return None if us is None else format_time(us)
 
 

@@ -12,10 +12,12 @@ from msgspec import UNSET, Meta, UnsetType
 from billing.accounts import BillingMode, Tenant, TenantStatus, TopUp
 from billing.checks import LIMITS
 from billing.periods import UTC_NAME
+from billing.service import Billing
 from gateway.admin.fields import Currency, MoneyText, Text
 from gateway.admin.idempotency import Once
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
+from gateway.admin.suspensions import SuspensionView, show_standing
 from gateway.admin.times import format_time
 
 Limits = Annotated[
@@ -45,6 +47,11 @@ MonthlyCap = Annotated[
 ]
 
 
+DunningSteps = Annotated[
+    str, Meta(max_length=200, description="what follows its failed payments, as the setting of this name; null: that")
+]
+
+
 class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A new tenant; without `id` one is made."""
 
@@ -59,10 +66,14 @@ class TenantCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     billing_mode: BillingMode = BillingMode.PREPAID
     monthly_cap: MonthlyCap | None = None
     top_up: TopUpBody | None = None
+    dunning_steps: DunningSteps | None = None
 
 
 class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is to change; an absent field stays, null takes a value away."""
+    """What is to change; an absent field stays, null takes a value away.
+
+    `status` is an operator's own word: what dunning holds suspended stays so.
+    """
 
     name: Text | UnsetType = UNSET
     stripe_customer_id: Text | UnsetType | None = UNSET
@@ -74,9 +85,12 @@ class TenantUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     billing_mode: BillingMode | UnsetType = UNSET
     monthly_cap: MonthlyCap | UnsetType | None = UNSET
     top_up: TopUpBody | UnsetType | None = UNSET
+    dunning_steps: DunningSteps | UnsetType | None = UNSET
 
 
 class TenantView(msgspec.Struct, kw_only=True):
+    """A tenant; it is suspended while anything holds it."""
+
     id: str
     name: str
     currency: str
@@ -90,9 +104,12 @@ class TenantView(msgspec.Struct, kw_only=True):
     billing_mode: BillingMode
     monthly_cap: MonthlyCap | None
     top_up: TopUpBody | None
+    dunning_steps: DunningSteps | None
+    suspensions: list[SuspensionView]
 
 
-def show_tenant(tenant: Tenant) -> TenantView:
+def show_tenant(billing: Billing, tenant: Tenant) -> TenantView:
+    standing = show_standing(billing.standing(tenant.id))
     return TenantView(
         id=tenant.id,
         name=tenant.name,
@@ -100,7 +117,7 @@ def show_tenant(tenant: Tenant) -> TenantView:
         stripe_customer_id=tenant.stripe_customer_id,
         default_adapter=tenant.default_adapter,
         limits=dict(tenant.limits),
-        status=tenant.status,
+        status=standing.status,
         created_at=format_time(tenant.created_us),
         timezone=tenant.timezone,
         billing_anchor_day=tenant.billing_anchor_day,
@@ -109,6 +126,8 @@ def show_tenant(tenant: Tenant) -> TenantView:
         top_up=None
         if tenant.top_up is None
         else TopUpBody(threshold=tenant.top_up.threshold, amount=tenant.top_up.amount),
+        dunning_steps=tenant.dunning_steps,
+        suspensions=standing.suspensions,
     )
 
 
@@ -116,6 +135,7 @@ def show_tenant(tenant: Tenant) -> TenantView:
 def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once) -> TenantView:
     """Create a tenant."""
     return show_tenant(
+        admin.billing,
         admin.billing.create_tenant(
             id=data.id,
             name=data.name,
@@ -128,8 +148,9 @@ def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once)
             billing_mode=data.billing_mode,
             monthly_cap=data.monthly_cap,
             top_up=None if data.top_up is None else data.top_up.asked(),
+            dunning_steps=data.dunning_steps,
             idempotency=idempotency,
-        )
+        ),
     )
 
 
@@ -137,13 +158,13 @@ def create_tenant(data: JSONBody[TenantCreate], admin: Admin, idempotency: Once)
 def list_tenants(admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = None) -> Page[TenantView]:
     """List tenants in order of creation."""
     found = admin.billing.tenants(limit=limit + 1, after=after)
-    return page(found, limit, show_tenant, lambda tenant: tenant.id)
+    return page(found, limit, lambda tenant: show_tenant(admin.billing, tenant), lambda tenant: tenant.id)
 
 
 @get("/{tenant_id:str}", sync_to_thread=True)
 def get_tenant(tenant_id: FromPath[str], admin: Admin) -> TenantView:
     """Show one tenant."""
-    return show_tenant(admin.billing.tenant(tenant_id))
+    return show_tenant(admin.billing, admin.billing.tenant(tenant_id))
 
 
 @patch("/{tenant_id:str}", sync_to_thread=True)
@@ -152,7 +173,7 @@ def update_tenant(tenant_id: FromPath[str], data: JSONBody[TenantUpdate], admin:
     changes = {name: value for name in data.__struct_fields__ if (value := getattr(data, name)) is not UNSET}
     if isinstance(data.top_up, TopUpBody):
         changes["top_up"] = data.top_up.asked()
-    return show_tenant(admin.billing.update_tenant(tenant_id, **changes))
+    return show_tenant(admin.billing, admin.billing.update_tenant(tenant_id, **changes))
 
 
 router = Router("/tenants", route_handlers=[create_tenant, list_tenants, get_tenant, update_tenant], tags=["tenants"])

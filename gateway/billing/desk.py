@@ -1,36 +1,28 @@
-"""What the routes of this folder work on, and who may see what of it: a tenant its own, and nothing of another's."""
+"""What the routes of this folder work on that read usage, beside the books."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-from litestar import Request
+from typing import ParamSpec, TypeVar
 
 from billing.accounts import Tenant
-from billing.errors import NotFound
-from billing.invoice import Invoice
-from billing.service import Billing
 from gateway.admin.state import AdminState
-from gateway.auth import authenticate
+from gateway.billing.views import Views
 from metering.clickhouse import UsageStore
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Desk:
+class Desk(Views):
     """One gateway's state as its tenants may ask about it."""
 
     def __init__(self, state: AdminState) -> None:
+        super().__init__(state.billing)
         self._state = state
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    @property
-    def billing(self) -> Billing:
-        return self._state.billing
 
     @property
     def usage(self) -> UsageStore:
@@ -38,17 +30,6 @@ class Desk:
 
     def now_us(self) -> int:
         return self._state.clock_us()
-
-    def tenant(self, request: Request[Any, Any, Any]) -> Tenant:
-        """Whose key it is. Raises `Unauthorized`."""
-        return authenticate(request, self.billing).tenant
-
-    def invoice(self, tenant: Tenant, invoice_id: str) -> Invoice:
-        """A tenant's own invoice, once it was made final. Raises `NotFound`, in the same words for all others."""
-        invoice = self.billing.invoice(invoice_id)
-        if invoice.tenant != tenant.id or invoice.finalized_us is None:
-            raise NotFound("invoice", invoice_id)
-        return invoice
 
     async def read(self, tenant: Tenant, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run what reads the usage store, one at a time for a tenant: the threads that read are few and everybody's."""

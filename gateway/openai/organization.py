@@ -25,8 +25,8 @@ from litestar.di import NamedDependency, Provide
 from billing.daily import DayCharge
 from billing.money import format_amount
 from gateway.admin.state import AdminState
-from gateway.auth import MAX_KEY_LENGTH, bearer
-from gateway.errors import Unauthorized, invalid
+from gateway.auth import authenticate, bearer
+from gateway.errors import invalid
 from gateway.openai.usage_query import COSTS, SECOND_US, USAGE, UsageQuery, parse_query
 from metering.clickhouse import UsageRow
 
@@ -130,14 +130,11 @@ class Organization:
         self._turns: dict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def tenant_of(self, request: Request[Any, Any, Any]) -> str | None:
-        """Whose usage the key may see; None: everybody's. Raises `Unauthorized`."""
+        """Whose usage the key may see; None: everybody's. Raises `Unauthorized`, `TenantSuspended`."""
         given = bearer(request)
         if hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self._admin_key):
             return None
-        found = self._state.billing.authenticate(given) if len(given) <= MAX_KEY_LENGTH else None
-        if found is None:
-            raise Unauthorized("The API key is not valid.", headers={"www-authenticate": "Bearer"})
-        return found[1].id
+        return authenticate(request, self._state.billing).tenant.id
 
     def now_s(self) -> int:
         return self._state.clock_us() // SECOND_US

@@ -55,7 +55,7 @@ def test_a_revoked_key_and_a_suspended_tenant_open_nothing(real_server: ServerPr
         headers = {"authorization": f"Bearer {key}"}
         assert client.get("/v1/models", headers=headers).status_code == 200
         admin.patch(f"/tenants/{id}", json={"status": "suspended"}).raise_for_status()
-        assert client.get("/v1/models", headers=headers).status_code == 401
+        assert client.get("/v1/models", headers=headers).status_code == 403
         admin.patch(f"/tenants/{id}", json={"status": "active"}).raise_for_status()
         assert client.get("/v1/models", headers=headers).status_code == 200
         (listed,) = admin.get(f"/tenants/{id}/keys").json()["data"]

@@ -249,6 +249,19 @@ def test_the_log_is_followed_from_where_it_was_and_each_fact_told_once(desk: Des
     assert [one["data"]["tenant"] for one in told] == ["acme", "acme"]
 
 
+def test_a_suspension_with_a_reason_is_an_alert_and_so_is_the_end_of_the_last_one(desk: Desk) -> None:
+    desk.billing.create_tenant(id="acme", name="Acme")
+    desk.follow()
+    desk.billing.suspend_tenant("acme", "Abuse.")
+    desk.billing.update_tenant("acme", name="Renamed")
+    desk.billing.reactivate_tenant("acme", "Sorry.")
+    desk.billing.update_tenant("acme", status="suspended")
+    assert desk.follow() == 3
+    told = [msgspec.json.decode(alert.body) for alert in reversed(desk.alerts.list())]
+    assert sorted(one["type"] for one in told) == ["tenant.reactivated", "tenant.suspended", "tenant.suspended"]
+    assert [one["data"]["reason"] for one in told if "reason" in one["data"]] == ["Abuse.", "Sorry."]
+
+
 def test_a_kill_between_alert_and_position_is_no_state(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.follow()
     desk.billing.create_tenant(id="acme", name="Acme")

@@ -97,7 +97,7 @@ def test_every_setting_can_be_given_by_every_source(tmp_path: Path) -> None:
     choices |= {"quantization": "int8", "native": "off", "memory_utilization": "0.5", "adapter_slots": "8"}
     examples = {int: "4194304", float: "2.5", bool: "true", Path: "/x", str: "text"}
     special = {"port": "8001", "block_size": "32", "max_n": "8", "max_num_seqs": "8", "max_prompts": "8"}
-    special |= {"clickhouse_url": "chdb:///x", "ledger_url": "sqlite:///x"}
+    special |= {"clickhouse_url": "chdb:///x", "ledger_url": "sqlite:///x", "dunning_steps": "suspend@9"}
     for field in fields():
         text = {**choices, **special}.get(field.name, examples[field.type])
         by_flag, by_variable = load({field.name: text}, {}), load({}, {field.variable: text})
