@@ -41,6 +41,7 @@ class AlertKind(StrEnum):
     SPOOL_LAG = "spool.lag"
     RECONCILE = "reconcile.difference"
     EXPORT_FAILED = "export.failed"
+    INVOICE_FAILED = "invoice.failed"
     PAYMENT_FAILED = "payment.failed"
     SUSPENDED = "tenant.suspended"
     TOP_UP = "balance.top_up_requested"

@@ -112,6 +112,7 @@ class Books:
                 if fact.positions:
                     move(self.positions, fact, self.tariffs.of(fact.price_id))
                 self.daily.apply(fact)
+                self.invoices.charged(fact.tenant, fact.ts_us, row.seq)
                 self.budgets.charge(fact.tenant, fact.key_id, fact.adapter, fact.ts_us, int(fact.amount_femto))
             case UsageUnrated() | CreditGranted() | GrantExpired() | TopUpRequested() | QuotaExhausted():
                 self.ledger.apply(fact)

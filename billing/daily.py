@@ -39,6 +39,7 @@ class DailyCharges:
 
     def __init__(self) -> None:
         self._days: dict[int, dict[_Key, list[int]]] = {}
+        self._tenants: dict[int, set[str]] = {}
         self._newest = self._kept_from = 0
 
     def apply(self, rated: UsageRated) -> None:
@@ -49,6 +50,7 @@ class DailyCharges:
         if day <= self._newest - KEPT_DAYS:
             self._kept_from = self._newest - KEPT_DAYS + 1
             return
+        self._tenants.setdefault(day, set()).add(rated.tenant)
         key = _Key(rated.tenant, rated.key_id, rated.model)
         sums = self._days.setdefault(day, {}).setdefault(key, [0, 0, 0])
         sums[0] += 1
@@ -59,6 +61,10 @@ class DailyCharges:
     def kept_from_us(self) -> int:
         """The first day of which nothing was forgotten."""
         return self._kept_from * DAY_US
+
+    def has(self, tenant: str, day: int) -> bool:
+        """Whether the tenant has a charge on this day, a number of days since the epoch."""
+        return tenant in self._tenants.get(day, ())
 
     def of_day(self, day_us: int, tenant: str | None) -> list[DayCharge]:
         """All sums of the day that begins at `day_us`, of one tenant or of all."""
@@ -78,5 +84,5 @@ class DailyCharges:
 
     def _forget(self, days: list[int]) -> None:
         for day in days:
-            del self._days[day]
+            del self._days[day], self._tenants[day]
             self._kept_from = max(self._kept_from, self._newest - KEPT_DAYS + 1)

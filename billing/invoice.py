@@ -260,12 +260,17 @@ class Invoices:
     def __init__(self) -> None:
         self.by_id: dict[str, Invoice] = {}
         self._ids_of: dict[str, list[str]] = {}
+        self._invoiced_us: dict[str, int] = {}  # the latest end of a tenant's periods
+        self._late_seq: dict[str, int] = {}  # the last charge of a tenant that began before that
 
     def apply(self, fact: InvoiceFact, seq: int) -> None:
         match fact:
             case InvoiceDrafted(invoice=invoice):
                 self.by_id[invoice.id] = invoice
                 self._ids_of.setdefault(invoice.tenant, []).append(invoice.id)
+                self._invoiced_us[invoice.tenant] = max(
+                    invoice.period_end_us, self._invoiced_us.get(invoice.tenant, invoice.period_end_us)
+                )
             case InvoiceFinalized(invoice_id=id, at_us=at_us):
                 self._change(id, status=InvoiceStatus.FINALIZED, finalized_us=at_us)
             case InvoiceSigned(invoice_id=id, signed=signed):
@@ -292,6 +297,16 @@ class Invoices:
                 self._change(id, payment_failures=failures, payment_failed_us=at_us)
             case InvoiceUncollectible(invoice_id=id, at_us=at_us):
                 self._change(id, status=InvoiceStatus.UNCOLLECTIBLE, uncollectible_us=at_us)
+
+    def charged(self, tenant: str, ts_us: int, seq: int) -> None:
+        """Take note of a charge: one for a time that was invoiced already is to be on an invoice of its own accord."""
+        if ts_us < self._invoiced_us.get(tenant, 0):
+            self._late_seq[tenant] = seq
+
+    def has_late(self, tenant: str) -> bool:
+        """Whether a charge for a time that was invoiced already came after the tenant's last cut."""
+        ids = self._ids_of.get(tenant, [])
+        return any(self._late_seq.get(tenant, 0) > self.by_id[id].cut_seq for id in ids[-1:])
 
     def get(self, invoice_id: str) -> Invoice:
         try:

@@ -65,7 +65,7 @@ def adapter_lines(
     span: Period, stays: dict[str, list[Stay]], tenant: Tenant, book: PriceBook, rule: PeriodRule
 ) -> Iterator[InvoiceLine]:
     """What the adapters of a tenant cost in the span, in the order of period, name and price."""
-    if not any(MONTH in version.by_class() for version in book.versions.values()):
+    if not stays or not any(MONTH in version.by_class() for version in book.versions.values()):
         return
     changes = sorted({version.from_us for version in book.versions.values()})
     for whole, part in rule.parts_of(span):

@@ -22,6 +22,7 @@ from gateway import settings as settings_module
 from gateway.bench.commands import bench
 from gateway.cli_backup import backup_command, restore
 from gateway.cli_invoice import commands as invoice_commands
+from gateway.cli_invoices import INVOICE, invoice_group
 from gateway.cli_price import price_commands
 from gateway.cli_standing import add_suspension, dunning_commands
 from gateway.cli_store import commands as store_commands
@@ -38,8 +39,6 @@ ADAPTER = ("name", "id", "base_model", "digest", "created_at")
 BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "amount", "currency")
 UNRATED = ("event_id", "tenant", "model", "started_at", "reason")
-INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
-LINE = ("model", "token_class", "quantity", "unit_price", "exact", "amount")
 GATEWAY = ("id", "alive", "this", "stored_until", "seen_at", "started_at")
 ADMIN_KEY = ("id", "name", "role", "prefix", "created_at", "revoked_at")
 AUDIT = ("event", "at", "actor", "actor_name", "type", "detail")
@@ -410,55 +409,7 @@ def usage_rate(api: AdminClient, printer: Printer) -> None:
     printer.show({"rated": total}, ("rated",))
 
 
-@main.group()
-def invoice() -> None:
-    """Invoices: draft, finalize, export, void."""
-
-
-@invoice.command("create")
-@click.argument("tenant_id", metavar="TENANT")
-@click.argument("period_start")
-@click.argument("period_end")
-@_admin
-def invoice_create(api: AdminClient, printer: Printer, tenant_id: str, period_start: str, period_end: str) -> None:
-    """Draft an invoice for usage from PERIOD_START up to PERIOD_END (excluded)."""
-    body = {"tenant": tenant_id, "period_start": period_start, "period_end": period_end}
-    _show_invoice(printer, api.post("/invoices", body=body))
-
-
-@invoice.command("list")
-@click.option("--tenant", "tenant_id", help="Only this tenant's.")
-@_admin
-def invoice_list(api: AdminClient, printer: Printer, tenant_id: str | None) -> None:
-    """List invoices."""
-    printer.show(list(api.pages("/invoices", tenant=tenant_id)), INVOICE)
-
-
-@invoice.command("show")
-@click.argument("invoice_id", metavar="INVOICE")
-@_admin
-def invoice_show(api: AdminClient, printer: Printer, invoice_id: str) -> None:
-    """Show an invoice with its lines."""
-    _show_invoice(printer, api.get("/invoices/{}", invoice_id))
-
-
-def _invoice_step(step: str, help: str) -> None:
-    @invoice.command(step, help=help)
-    @click.argument("invoice_id", metavar="INVOICE")
-    @_admin
-    def command(api: AdminClient, printer: Printer, invoice_id: str) -> None:
-        _show_invoice(printer, api.post(f"/invoices/{{}}/{step}", invoice_id))
-
-
-_invoice_step("finalize", "Make a draft final.")
-_invoice_step("export", "Send a final invoice to Stripe; safe to repeat.")
-_invoice_step("void", "Void an invoice, in Stripe too if it is there; safe to repeat.")
-
-
-def _show_invoice(printer: Printer, found: dict[str, Any]) -> None:
-    printer.show(found, (*INVOICE, "exact_total", "stripe_invoice_id"))
-    if not printer.as_json:
-        printer.show(found["lines"], LINE)
+main.add_command(invoice_group(_admin))
 
 
 @main.group()

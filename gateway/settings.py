@@ -72,6 +72,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Path | None,
         Meta(description="Ed25519 key (PEM) that invoices are signed with; unset: made in the data folder"),
     ] = None
+    invoice_automation: Annotated[
+        str,
+        Meta(description="off, draft, finalize or export: how far invoices go by themselves when a period is over"),
+    ] = "off"
+    invoice_grace_s: Annotated[
+        float, Meta(ge=0, description="how long after a period's end its invoice is cut by itself")
+    ] = 3600.0
     alert_url: Annotated[str | None, Meta(description="where alerts are posted; unset: they are only listed")] = None
     alert_secret: Annotated[str | None, Meta(description="whsec_… that alerts are signed with")] = None
     alert_spool_lag_s: Annotated[
@@ -361,6 +368,7 @@ _CHOICES = {
     "quantization": ("none", "int8", "int4"),
     "native": ("auto", "on", "off"),
     "export_mode": ("invoice", "meter"),
+    "invoice_automation": ("off", "draft", "finalize", "export"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "json", "console"),
 }

@@ -1,4 +1,4 @@
-"""What a server watches and carries besides serving: alerts, the hourly comparison of all books, Stripe's meters.
+"""What a server watches and carries besides serving: alerts, the hourly comparison of all books, meters, invoices.
 
 Knows: what is looked at how often, and which finding is which alert. Does not know how anything is compared, sent or
 kept. Every round may run in several gateways, and be killed anywhere: what must not happen twice is kept from that in
@@ -14,6 +14,7 @@ from typing import Any
 
 from billing.alerts import AlertKind, Alerts
 from billing.audit import Audit
+from billing.automation import Automation, InvoiceAutomation
 from billing.errors import ExportError
 from billing.invoice import Invoice
 from billing.meters import MeterExport, Progress
@@ -34,6 +35,7 @@ FEED_S = 2.0
 DELIVERY_S = 2.0
 LAG_S = 15.0
 METERS_S = 10.0
+INVOICES_S = 60.0
 FIRST_COMPARISON_S = 60.0
 COMPARED_US = 26 * HOUR_US  # each comparison is of the last day and a little
 DAY_US = 24 * HOUR_US
@@ -51,6 +53,20 @@ def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int])
     meters = MeterExport(stores.events, stores.billing, exporter, holder=stores.folder, clock_us=clock_us)
     alerts = Alerts(stores.events, sends=settings.alert_url is not None)
     metered = settings.export_mode == "meter"
+    if settings.invoice_automation == Automation.EXPORT:
+        if metered:
+            raise SettingsError("invoice_automation: export is for export_mode invoice: meters are Stripe's to invoice")
+        if settings.stripe_api_key is None:
+            raise SettingsError("invoice_automation: export needs stripe_api_key")
+    automation = InvoiceAutomation(
+        stores.events,
+        stores.billing,
+        stores.usage,
+        exporter,
+        holder=stores.folder,
+        grace_us=int(settings.invoice_grace_s * 1_000_000),
+        clock_us=clock_us,
+    )
     exporter.refusal = lambda invoice: meters.refusal(invoice, metered=metered)
     exporter.on_failure = lambda invoice, error: export_failed(alerts, invoice, error, clock_us())
     secrets = [part.strip() for part in (settings.stripe_webhook_secret or "").split(",") if part.strip()]
@@ -59,6 +75,7 @@ def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int])
         "exporter": exporter,
         "webhooks": webhooks,
         "meters": meters,
+        "automation": automation,
         "alerts": alerts,
         "audit": Audit(stores.events),
     }
@@ -99,6 +116,9 @@ class Watch:
             self.rounds.append(Round("reconcile", self._compare, settings.reconcile_every_s, first_s=first_s))
         if settings.export_mode == "meter":
             self.rounds.append(Round("meters", self._meter, METERS_S))
+        self._automation = Automation(settings.invoice_automation)
+        if self._automation is not Automation.OFF:
+            self.rounds.append(Round("invoices", self._invoice, INVOICES_S))
 
     def start(self) -> None:
         for each in self.rounds:
@@ -207,6 +227,27 @@ class Watch:
                 ],
             }
             self._alerts.tell(AlertKind.EXPORT_FAILED, f"meters-aside:{progress.done_seq}", data, now_us)
+
+    def _invoice(self) -> None:
+        """Draft what is due, and carry it on as far as is asked. What fails is an alert a day, until it does not."""
+        stored_us = [row.watermark_us for row in self._admin.gateways.all()]
+        if not stored_us:
+            return
+        outcome = self._admin.automation.run(self._automation, min(stored_us), stopping=self._ending.is_set)
+        now_us = self._clock_us()
+        for failure in outcome.failures if outcome is not None else []:
+            if failure.step == "export":
+                continue  # told as what every export that fails is
+            data = {
+                "tenant": failure.tenant,
+                "period_start": format_time(failure.period.start_us),
+                "period_end": format_time(failure.period.end_us),
+                "step": failure.step,
+                "invoice": failure.invoice_id or None,
+                "reason": failure.reason,
+            }
+            cause = f"invoice:{failure.tenant}:{failure.period.start_us}:{failure.step}:{now_us // DAY_US}"
+            self._alerts.tell(AlertKind.INVOICE_FAILED, cause, data, now_us)
 
     def _sample(self) -> None:
         for state, count in self._alerts.counts().items():

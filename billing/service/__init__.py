@@ -16,6 +16,7 @@ from billing.service.daily import DailyService
 from billing.service.leasing import LeaseService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
+from billing.service.scheduling import ScheduleService
 from billing.service.shell import Idempotency
 from billing.service.terms import TermsService
 
@@ -28,6 +29,7 @@ class Billing(
     CreditService,
     BudgetService,
     LeaseService,
+    ScheduleService,
     ReconcileService,
 ):
     """Tenants, prices, credits, holds, charges and invoices over one event store.

@@ -32,6 +32,7 @@ from billing.witnesses import Entry, Witnesses
 from metering.events import UsageEvent, content_hash
 
 CUT_ATTEMPTS = 4
+DRAFT = "draft_invoice"  # the command's name in the log
 CLOCK_SLACK_US = 86_400_000_000  # by how much two machines' clocks may part and a scan still sees all
 
 
@@ -65,22 +66,12 @@ class CuttingService(UsageService):
 
         Raises `Invalid`, `NotFound`, `PeriodNotClosed`, `PeriodOverlaps`, `UnratedUsage`, `LedgerDisagrees`.
         """
-        name = "draft_invoice"
-        if first := self._first_result(name, idempotency, Invoice):
+        if first := self._first_result(DRAFT, idempotency, Invoice):
             return first
         period = Period(start_us=start_us, end_us=end_us)
-        self._check_period(tenant_id, period, watermark_us)
-        cut, taken = self._agreed_cut(tenant_id, period, usage)
-        invoice = compose(self._new_id("invoice"), period, cut, taken)
-
-        def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
-            self._books.invoices.check_free(tenant_id, start_us, end_us)
-            if self._books.invoices.of(tenant_id) != cut.invoices:
-                raise Conflict("another invoice of this tenant changed meanwhile; try again")
-            draft = msgspec.structs.replace(invoice, created_us=time_us)
-            return [new_event(f"invoice:{draft.id}", InvoiceDrafted(invoice=draft))], draft
-
-        return self._command(name, idempotency, Invoice, decide)[0]
+        made = self._draft(tenant_id, period, usage, watermark_us, idempotency)
+        assert made is not None  # only one that is cut by the clock is not made where there is nothing to ask for
+        return made
 
     def invoice_document(self, invoice_id: str) -> Document:
         """The invoice's canonical document. Raises `NotFound`, and `Conflict` for one that was cut without a basis."""
@@ -92,6 +83,32 @@ class CuttingService(UsageService):
             return document(invoice, self._books.prices, invoices)
 
     # within
+
+    def _draft(
+        self,
+        tenant_id: str,
+        period: Period,
+        usage: UsageSource,
+        watermark_us: int,
+        idempotency: Idempotency | None = None,
+        *,
+        automatic: bool = False,
+    ) -> Invoice | None:
+        """The draft; None for an automatic one without anything on it, which is not written."""
+        self._check_period(tenant_id, period, watermark_us)
+        cut, taken = self._agreed_cut(tenant_id, period, usage)
+        invoice = msgspec.structs.replace(compose(self._new_id("invoice"), period, cut, taken), automatic=automatic)
+        if automatic and not invoice.lines and not invoice.event_count:
+            return None
+
+        def decide(time_us: int) -> tuple[list[NewEvent], Invoice]:
+            self._books.invoices.check_free(tenant_id, period.start_us, period.end_us)
+            if self._books.invoices.of(tenant_id) != cut.invoices:
+                raise Conflict("another invoice of this tenant changed meanwhile; try again")
+            draft = msgspec.structs.replace(invoice, created_us=time_us)
+            return [new_event(f"invoice:{draft.id}", InvoiceDrafted(invoice=draft))], draft
+
+        return self._command(DRAFT, idempotency, Invoice, decide)[0]
 
     def _check_period(self, tenant_id: str, period: Period, watermark_us: int) -> None:
         faults = Faults()

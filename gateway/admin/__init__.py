@@ -33,6 +33,7 @@ from gateway.admin import (
 from gateway.admin.alerts import router as alerts_router
 from gateway.admin.audit import router as audit_router
 from gateway.admin.body import check_body
+from gateway.admin.due import router as due_router
 from gateway.admin.guard import admin_guard, noting
 from gateway.admin.idempotency import provide_idempotency
 from gateway.admin.margin import router as margin_router
@@ -72,6 +73,7 @@ def admin_router(state: AdminState) -> Router:
             budgets.router,
             usage.router,
             unrated.router,
+            due_router,
             invoices.router,
             dunning.router,
             reconcile.router,

@@ -14,6 +14,7 @@ from litestar.di import NamedDependency
 
 from billing.alerts import Alerts
 from billing.audit import Audit
+from billing.automation import InvoiceAutomation
 from billing.gateways import Gateways
 from billing.meters import MeterExport
 from billing.reconcile import Report
@@ -57,6 +58,7 @@ class AdminState:
         exporter: StripeExporter,
         webhooks: StripeWebhooks | None,
         meters: MeterExport,
+        automation: InvoiceAutomation,
         alerts: Alerts,
         audit: Audit,
         backups: Backups,
@@ -77,6 +79,7 @@ class AdminState:
         self.exporter = exporter
         self.webhooks = webhooks
         self.meters = meters
+        self.automation = automation
         self.alerts = alerts
         self.audit = audit
         self.backups = backups

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import json
-from collections.abc import Callable
 from typing import Any
 
 import click
-import httpx
 import pytest
-from click.testing import CliRunner
 
 from gateway.admin.times import format_time
 from gateway.cli_terms import terms_commands
-from gateway.client import AdminClient, CallFailed
-from gateway.printing import Printer
+from gateway.client import CallFailed
 from tests.doubles.stripe import StripeDouble
-from tests.unit.admin.conftest import ADMIN_KEY, START_US, World
+from tests.unit.admin.conftest import START_US, World
+from tests.unit.admin.typed import Typed
 
 DOLLARS = {"prompt": "1000000", "cached": "0", "completion": "1000000"}
-
-
-class Typed:
-    """Commands as somebody types them, against the API of a world."""
-
-    def __init__(self, world: World, commands: Callable[[Any], tuple[click.Command, ...]]) -> None:
-        loop = asyncio.get_running_loop()
-
-        def send(request: httpx.Request) -> httpx.Response:
-            return asyncio.run_coroutine_threadsafe(world.client.send(request), loop).result()
-
-        api = AdminClient("http://test", ADMIN_KEY, send)
-
-        def admin(command: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(command)
-            def run(**given: Any) -> None:
-                command(api, Printer(as_json=True), **given)
-
-            return run
-
-        self._commands = {command.name: command for command in commands(admin)}
-
-    async def __call__(self, name: str, *arguments: str) -> Any:
-        """What the command prints. Raises what it ended with."""
-        done = await asyncio.to_thread(CliRunner().invoke, self._commands[name], arguments, standalone_mode=False)
-        if done.exception is not None:
-            raise done.exception
-        return json.loads(done.stdout)
 
 
 async def test_an_invoice_with_discount_minimum_and_tax(world: World) -> None:

@@ -18,16 +18,20 @@ from billing.alerts import AlertKind
 from billing.errors import ExportError
 from billing.webhooks import StripeWebhooks
 from gateway.admin import reconcile
+from gateway.cli_invoices import invoice_group
 from gateway.errors import handle
 from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
 from gateway.watch import Watch, export_failed, money_parts
 from gateway.webhooks import MAX_BYTES, StripeDoor, stripe_webhook
+from metering.counts import HOUR_US
 from tests.doubles.stripe import Fault, StripeDouble
 from tests.doubles.stripe.webhooks import signature
 from tests.unit.admin.conftest import World
+from tests.unit.admin.typed import Typed
 
 SECRET = "whsec_double"
+DECEMBER_US = 1_796_083_200_000_000
 
 
 class Door:
@@ -322,3 +326,56 @@ def test_a_url_without_a_secret_stops_the_start(world: World, secret: str | None
     settings: Settings = msgspec.structs.replace(world.settings, alert_url="http://x/", alert_secret=secret)
     with pytest.raises(SettingsError, match="alert_secret"):
         money_parts(settings, world.stores, world.clock)
+
+
+async def test_invoices_go_by_themselves_and_a_failure_is_an_alert_a_day(
+    world: World, stripe_double: StripeDouble
+) -> None:
+    watch, _ = watching(world, invoice_automation="export")
+    assert "invoices" in [each.name for each in watch.rounds]
+    assert "invoices" not in [each.name for each in watching(world)[0].rounds]
+    await world.tenant(price={"prompt": "100000", "cached": "1", "completion": "100000"})
+    await world.tenant("other", price=None)
+    world.request("acme")
+    world.request("other")
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    await asyncio.to_thread(world.stores.shipper.flush, 5)
+    world.clock.us = DECEMBER_US + 2 * HOUR_US
+    await asyncio.to_thread(watch._invoice)  # this gateway has not said yet that the period's usage is stored
+    assert (await world.get("/invoices"))["data"] == []
+    world.stores.publish(world.clock.us)
+    for _ in range(2):
+        await asyncio.to_thread(watch._invoice)
+    (invoice,) = (await world.get("/invoices"))["data"]
+    assert (invoice["tenant"], invoice["status"], invoice["automatic"]) == ("acme", "exported", True)
+    assert [one["status"] for one in stripe_double.invoices()] == ["open"]
+    (alert,) = await alerts(world)
+    data = alert["message"]["data"]
+    assert (alert["kind"], data["tenant"], data["step"]) == (AlertKind.INVOICE_FAILED, "other", "draft")
+    assert (data["period_start"], data["period_end"]) == ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+
+
+async def test_what_is_due_is_listed_and_made_when_asked(world: World) -> None:
+    await world.tenant()
+    world.request("acme")
+    assert (await world.get("/invoices/due"))["data"] == []
+    world.later(14 * 86_400)
+    due = {"tenant": "acme", "period_start": "2026-11-01T00:00:00Z", "period_end": "2026-12-01T00:00:00Z"}
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    assert (await world.get("/invoices/due"))["data"] == [due]
+    typed = Typed(world, lambda admin: (invoice_group(admin),))
+    assert await typed("invoice", "due") == [due]
+    done = await typed("invoice", "due", "--run=finalize")
+    assert (done["finalized"], done["failures"]) == (done["drafted"], [])
+    (invoice,) = (await world.get("/invoices"))["data"]
+    assert (invoice["id"], invoice["status"]) == (done["drafted"][0], "finalized")
+    assert await typed("invoice", "due") == []
+    assert (await world.post("/invoices/due", {"mode": "export"}, expect=200))["exported"] == done["drafted"]
+    await world.post("/invoices/due", {"mode": "off"}, expect=400)
+
+
+def test_exports_by_the_clock_need_somewhere_to_go(world: World) -> None:
+    for settings in ({"export_mode": "meter"}, {"stripe_api_key": None}):
+        changed = msgspec.structs.replace(world.settings, invoice_automation="export", **settings)
+        with pytest.raises(SettingsError, match="invoice_automation"):
+            money_parts(changed, world.stores, world.clock)

@@ -93,7 +93,7 @@ def test_every_setting_is_described() -> None:
 
 def test_every_setting_can_be_given_by_every_source(tmp_path: Path) -> None:
     choices = {"device": "cpu", "dtype": "float32", "log_level": "debug", "log_format": "json"}
-    choices |= {"export_mode": "meter", "alert_url": "https://a.example/"}
+    choices |= {"export_mode": "meter", "invoice_automation": "draft", "alert_url": "https://a.example/"}
     choices |= {"quantization": "int8", "native": "off", "memory_utilization": "0.5", "adapter_slots": "8"}
     examples = {int: "4194304", float: "2.5", bool: "true", Path: "/x", str: "text"}
     special = {"port": "8001", "block_size": "32", "max_n": "8", "max_num_seqs": "8", "max_prompts": "8"}

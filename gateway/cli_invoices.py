@@ -1,0 +1,91 @@
+"""The commands of invoices: `meterhouse invoice create | list | show | due | finalize | export | void`.
+
+Knows: flags and columns. Does not know: how an invoice is cut, which the admin API says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from gateway.client import AdminClient
+from gateway.printing import Printer
+
+INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
+LINE = ("kind", "model", "name", "token_class", "quantity", "unit_price", "exact", "amount")
+
+Admin = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def invoice_group(admin: Admin) -> click.Group:
+    """The group; `admin` gives a command the admin API, a printer and their flags."""
+
+    @click.group()
+    def invoice() -> None:
+        """Invoices: draft, finalize, export, void."""
+
+    @invoice.command("create")
+    @click.argument("tenant_id", metavar="TENANT")
+    @click.argument("period_start")
+    @click.argument("period_end")
+    @admin
+    def invoice_create(api: AdminClient, printer: Printer, tenant_id: str, period_start: str, period_end: str) -> None:
+        """Draft an invoice for usage from PERIOD_START up to PERIOD_END (excluded)."""
+        body = {"tenant": tenant_id, "period_start": period_start, "period_end": period_end}
+        show_invoice(printer, api.post("/invoices", body=body))
+
+    @invoice.command("list")
+    @click.option("--tenant", "tenant_id", help="Only this tenant's.")
+    @admin
+    def invoice_list(api: AdminClient, printer: Printer, tenant_id: str | None) -> None:
+        """List invoices."""
+        printer.show(list(api.pages("/invoices", tenant=tenant_id)), INVOICE)
+
+    @invoice.command("show")
+    @click.argument("invoice_id", metavar="INVOICE")
+    @admin
+    def invoice_show(api: AdminClient, printer: Printer, invoice_id: str) -> None:
+        """Show an invoice with its lines."""
+        show_invoice(printer, api.get("/invoices/{}", invoice_id))
+
+    invoice.add_command(_due(admin))
+    _step(invoice, admin, "finalize", "Make a draft final.")
+    _step(invoice, admin, "export", "Send a final invoice to Stripe; safe to repeat.")
+    _step(invoice, admin, "void", "Void an invoice, in Stripe too if it is there; safe to repeat.")
+    return invoice
+
+
+def show_invoice(printer: Printer, found: dict[str, Any]) -> None:
+    """An invoice, and for people its lines."""
+    printer.show(found, (*INVOICE, "tax", "exact_total", "stripe_invoice_id"))
+    if not printer.as_json:
+        printer.show(found["lines"], LINE)
+
+
+def _due(admin: Admin) -> click.Command:
+    @click.command("due")
+    @click.option("--run", "mode", type=click.Choice(["draft", "finalize", "export"]), help="Carry them so far.")
+    @admin
+    def invoice_due(api: AdminClient, printer: Printer, mode: str | None) -> None:
+        """List the periods that are over and have no invoice, or with --run make their invoices."""
+        if mode is None:
+            printer.show(api.get("/invoices/due")["data"], ("tenant", "period_start", "period_end"))
+            return
+        done = api.post("/invoices/due", body={"mode": mode})
+        printer.show(done, ("drafted", "finalized", "exported"))
+        if done["failures"]:
+            if not printer.as_json:
+                printer.show(done["failures"], ("step", "tenant", "period_start", "invoice", "reason"))
+            raise click.exceptions.Exit(1)
+
+    return invoice_due
+
+
+def _step(invoice: click.Group, admin: Admin, step: str, help: str) -> None:
+    @invoice.command(step, help=help)
+    @click.argument("invoice_id", metavar="INVOICE")
+    @admin
+    def command(api: AdminClient, printer: Printer, invoice_id: str) -> None:
+        show_invoice(printer, api.post(f"/invoices/{{}}/{step}", invoice_id))
