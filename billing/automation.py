@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -24,6 +25,7 @@ from billing.errors import BillingError, LedgerUnavailable, PeriodNotClosed, Per
 from billing.invoice import Exporter, Invoice, InvoiceStatus, UsageSource
 from billing.periods import Period
 from billing.service import Billing
+from billing.service.crediting import NoteExporter
 from billing.service.scheduling import Due
 from billing.store import EventStore
 
@@ -47,7 +49,7 @@ class Automation(StrEnum):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A step that did not come through; it is tried again the next time."""
 
-    step: str  # draft, finalize, export
+    step: str  # draft, finalize, export, credit
     tenant: str
     period: Period
     reason: str
@@ -60,7 +62,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     drafted: list[str] = []
     finalized: list[str] = []
     exported: list[str] = []
+    credited: list[str] = []  # credit notes that the provider has now
     failures: list[Failure] = []
+
+
+class FullExporter(Exporter, NoteExporter, Protocol):
+    """Of invoices and credit notes."""
 
 
 class InvoiceAutomation:
@@ -71,7 +78,7 @@ class InvoiceAutomation:
         store: EventStore,
         billing: Billing,
         usage: UsageSource,
-        exporter: Exporter,
+        exporter: FullExporter,
         *,
         holder: str,
         grace_us: int,
@@ -106,6 +113,7 @@ class InvoiceAutomation:
                 duty = self._each(duty, outcome, "finalize", InvoiceStatus.DRAFT, stopping)
             if mode is Automation.EXPORT:
                 duty = self._each(duty, outcome, "export", InvoiceStatus.FINALIZED, stopping)
+                duty = self._credits(duty, outcome, stopping)
         except DutyLost:
             log.warning("invoices_taken_over")
             return outcome
@@ -159,6 +167,23 @@ class InvoiceAutomation:
                 raise
             except BillingError as error:
                 self._failed(outcome, step, invoice.tenant, period, error, invoice.id)
+        return duty
+
+    def _credits(self, duty: Duty, outcome: Outcome, stopping: Callable[[], bool]) -> Duty:
+        """Credit notes that people issued, of invoices that the provider has."""
+        for note in self._billing.pending_credit_notes():
+            if stopping():
+                break
+            duty = self._kept(duty)
+            invoice = self._billing.invoice(note.invoice_id)
+            period = Period(start_us=invoice.period_start_us, end_us=invoice.period_end_us)
+            try:
+                self._billing.export_credit_note(note.id, self._exporter)
+                outcome.credited.append(note.id)
+            except LedgerUnavailable:
+                raise
+            except BillingError as error:
+                self._failed(outcome, "credit", note.tenant, period, error, invoice.id)
         return duty
 
     def _step(self, step: str, invoice: Invoice, outcome: Outcome) -> None:

@@ -24,10 +24,19 @@ from billing.daily import DailyCharges
 from billing.dunning import DunningEnded, DunningFact, Dunnings, DunningStarted, DunningStepped
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
-from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceVoided
+from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceStatus, InvoiceVoided
 from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
 from billing.margin import CostRates, CostRateSet
 from billing.money import parse_exact
+from billing.notes import (
+    CreditNote,
+    CreditNoteExported,
+    CreditNoteExportStarted,
+    CreditNoteIssued,
+    CreditNotes,
+    CreditNoteVoided,
+    NoteFact,
+)
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.provider import ProviderEventSeen
@@ -49,6 +58,7 @@ Fact = (
     | CostRateSet
     | SigningKeyPublished
     | TermsFact
+    | NoteFact
     | DunningFact
 )
 
@@ -90,6 +100,7 @@ class Books:
         self.stays = Stays()
         self.terms = Terms()
         self.invoices = Invoices()
+        self.notes = CreditNotes()
         self.signing_keys = SigningKeys()
         self.dunnings = Dunnings()
         self.daily = DailyCharges()
@@ -124,6 +135,14 @@ class Books:
                     self.stays.apply(fact, row.time_us)
             case DiscountGiven() | DiscountEnded() | CommitmentSet() | TaxSet():
                 self.terms.apply(fact)
+            case CreditNoteIssued(note=note):
+                self.notes.apply(fact)
+                self._credit(note, 1)
+            case CreditNoteVoided(note_id=id):
+                self._credit(self.notes.get(id), -1)
+                self.notes.apply(fact)
+            case CreditNoteExportStarted() | CreditNoteExported():
+                self.notes.apply(fact)
             case SuspensionPlaced() | SuspensionLifted():
                 self.accounts.apply(fact, row.time_us)
             case DunningStarted() | DunningStepped() | DunningEnded():
@@ -145,6 +164,12 @@ class Books:
         self.seq, self.hash = row.seq, row.hash
         return fact
 
+    def _credit(self, note: CreditNote, sign: int) -> None:
+        """A note gives its net amount back, until it is void; with its invoice voided there is nothing to give back."""
+        invoice = self.invoices.get(note.invoice_id)
+        if invoice.status is not InvoiceStatus.VOID:
+            self.ledger.true_up(note.tenant, -sign * note.net_femto, invoice.period_end_us - 1)
+
     def _true_up(self, fact: InvoiceFact) -> None:
         """A final invoice's difference from its charges counts in the balance; a void one's no more."""
         match fact:
@@ -155,5 +180,8 @@ class Books:
             case _:
                 return
         invoice = self.invoices.get(id)
+        if sign < 0:  # what its credit notes gave back is not given twice
+            for note in self.notes.standing(id):
+                self._credit(note, -1)
         if amount := sign * round(parse_exact(invoice.true_up)):
             self.ledger.true_up(invoice.tenant, amount, invoice.period_end_us - 1)

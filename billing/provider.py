@@ -35,6 +35,7 @@ class ProviderInvoice(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 0  # to collect it, those that failed and the one that did not
     faults: tuple[str, ...] = ()
     tax_minor: int = 0
+    credited_minor: int = 0  # by its credit notes
 
 
 class ProviderEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -114,6 +114,7 @@ class Sources(msgspec.Struct, kw_only=True):
     open_from_us: int | None = None  # the oldest request under way: hours from its own on are not closed
     documents: Mapping[str, str] = {}  # invoice id → the hash of its document as it is made now
     unsound: Mapping[str, str] = {}  # invoice id → why its signature does not hold
+    credited: Mapping[str, int] = {}  # by invoice: what its standing credit notes sum to, in minor units
     provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
 
 
@@ -410,6 +411,8 @@ def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Differe
         yield _apart(invoice, str(invoice.status), f"{theirs.id} {fault}")
     if theirs.total_minor != invoice.total_minor:
         yield _apart(invoice, str(invoice.total_minor), f"{theirs.id} total {theirs.total_minor}")
+    if (credited := sources.credited.get(invoice.id, 0)) != theirs.credited_minor:
+        yield _apart(invoice, f"credit notes {credited}", f"{theirs.id} credit notes {theirs.credited_minor}")
     if theirs.tax_minor != invoice.provider_tax_minor:
         yield _apart(invoice, f"tax {invoice.provider_tax_minor}", f"{theirs.id} tax {theirs.tax_minor}")
     if theirs.faults:

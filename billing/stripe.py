@@ -1,4 +1,4 @@
-"""Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize; and its way back, the void.
+"""Export of an invoice to Stripe: a draft, its items, a check of the total, then finalize; its void, its credit notes.
 
 Knows: Stripe's invoices, items, customers and idempotency keys. Does not know: usage, prices, when to export.
 How one call is made is `billing.stripe_calls`' to know.
@@ -28,6 +28,7 @@ from billing.errors import Conflict, ExportError, StripeNotConfigured
 from billing.invoice import ExportResult, Invoice
 from billing.line import InvoiceLine, LineKind
 from billing.money import format_minor
+from billing.notes import CreditNote, Way
 from billing.provider import ProviderInvoice
 from billing.stripe_calls import StripeCalls, StripeRefused, StripeUnavailable
 from billing.terms import TaxMode
@@ -42,6 +43,7 @@ MAX_FAULTS = 20  # named of one invoice
 INVOICE_KEY = "meterhouse_invoice"
 LINE_KEY = "meterhouse_line"
 TENANT_KEY = "meterhouse_tenant"
+NOTE_KEY = "meterhouse_credit_note"
 
 __all__ = ["Item", "StripeExporter", "StripeMismatch", "StripeRefused", "StripeUnavailable", "items_of"]
 
@@ -217,6 +219,42 @@ class StripeExporter(StripeCalls):
                 faults = tuple(missing + _item_faults(items, made))
                 found[invoice.id] = msgspec.structs.replace(theirs, faults=faults[:MAX_FAULTS])
         return found
+
+    def credit(self, note: CreditNote, invoice: Invoice) -> str:
+        """The id of the one credit note that Stripe has for ours, made now or by an earlier attempt.
+
+        What is not paid yet lowers what the invoice asks for; what is paid goes the note's way. Raises as `export`.
+        """
+        self._api()  # without a key nothing at all happens
+        theirs = None if invoice.stripe_invoice_id is None else self._retrieve(invoice.stripe_invoice_id)
+        if theirs is None or theirs.status == "void":
+            raise Conflict(f"Stripe has no standing invoice for {invoice.id} that a credit note could be of")
+        found = self._find_note(note, theirs.id) or self._make_note(note, theirs)
+        if (found.total, found.currency) != (note.amount_minor, note.currency):
+            raise StripeMismatch(
+                f"Stripe's credit note {found.id} is over {found.total} minor units of {found.currency}, ours over "
+                f"{note.amount_minor} of {note.currency}"
+            )
+        return found.id
+
+    def void_credit(self, note: CreditNote, invoice: Invoice) -> None:
+        """Void what Stripe holds for our note. Stripe refuses where the invoice is not open any more. Raises as
+        `export`; nothing there, or void already, is well.
+        """
+        self._api()
+        standing = invoice.stripe_invoice_id and self._find_note(note, invoice.stripe_invoice_id)
+        if not standing:
+            return
+        id = standing.id
+
+        def find() -> stripe.CreditNote | None:
+            now = self._call(lambda: self._api().credit_notes.retrieve(id))
+            return now if now.status == "void" else None
+
+        def create(key: str) -> stripe.CreditNote:
+            return self._api().credit_notes.void_credit_note(id, {}, {"idempotency_key": key})
+
+        self._make("void of a credit note", _key("void-credit-note", id), find, create)
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
@@ -408,6 +446,44 @@ class StripeExporter(StripeCalls):
             f"(a discount or tax set in Stripe?). {was}"
         )
 
+    def _find_note(self, note: CreditNote, invoice_id: str) -> stripe.CreditNote | None:
+        """Ours among the notes of a Stripe invoice, a list that is never behind; void ones do not count."""
+        listed = self._call(
+            lambda: list(self._api().credit_notes.list({"invoice": invoice_id, "limit": 100}).auto_paging_iter())
+        )
+        ours = [one for one in listed if _tag(one, NOTE_KEY) == note.id and one.status != "void"]
+        if len(ours) > 1:
+            names = ", ".join(sorted(one.id for one in ours))
+            raise StripeMismatch(f"Stripe holds more than one credit note for {note.id}: {names}; void one there")
+        return ours[0] if ours else None
+
+    def _make_note(self, note: CreditNote, theirs: stripe.Invoice) -> stripe.CreditNote:
+        def create(key: str) -> stripe.CreditNote:
+            asked: stripe.params.CreditNoteCreateParams = {
+                "invoice": theirs.id,
+                "amount": note.amount_minor,
+                "memo": f"{note.number}: {note.reason}"[:TEXT_MAX],
+                "metadata": {NOTE_KEY: note.id},
+            }
+            if paid := note.amount_minor - min(note.amount_minor, theirs.amount_remaining):
+                match note.way:
+                    case Way.BALANCE:
+                        asked["credit_amount"] = paid
+                    case Way.REFUND:
+                        asked["refund_amount"] = paid
+                    case Way.OUT_OF_BAND:
+                        asked["out_of_band_amount"] = paid
+            return self._api().credit_notes.create(asked, {"idempotency_key": key})
+
+        def find() -> stripe.CreditNote | None:
+            return self._find_note(note, theirs.id)
+
+        self._make("credit note", _key("credit-note", note.id), find, create)
+        made = find()  # one, also where an attempt that was given up for lost came through after all
+        if made is None:
+            raise StripeUnavailable("the credit note is not in Stripe's list yet; this can be begun again")
+        return made
+
     # -- the way back ---------------------------------------------------------------------------------------------
 
     def _held(self, invoice: Invoice, known: str | None) -> list[stripe.Invoice]:
@@ -449,7 +525,7 @@ class StripeExporter(StripeCalls):
         if theirs.status == "paid" and theirs.total != 0:
             raise Conflict(
                 f"invoice {invoice.id} is paid in Stripe ({theirs.id}), so it cannot be voided: what was paid is "
-                "corrected by a credit note, which Meterhouse does not offer yet"
+                "corrected by a credit note"
             )
 
     def _delete(self, draft_id: str) -> None:
@@ -487,6 +563,7 @@ def _state(theirs: stripe.Invoice) -> ProviderInvoice:
         total_minor=total_minor,
         attempts=theirs.attempt_count or 0,
         tax_minor=theirs.total - total_minor,
+        credited_minor=(theirs.pre_payment_credit_notes_amount or 0) + (theirs.post_payment_credit_notes_amount or 0),
     )
 
 

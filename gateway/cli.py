@@ -21,6 +21,7 @@ import click
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
 from gateway.cli_backup import backup_command, restore
+from gateway.cli_credit_note import credit_note_group
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_invoices import INVOICE, invoice_group
 from gateway.cli_price import price_commands
@@ -410,6 +411,7 @@ def usage_rate(api: AdminClient, printer: Printer) -> None:
 
 
 main.add_command(invoice_group(_admin))
+main.add_command(credit_note_group(_admin))
 
 
 @main.group()

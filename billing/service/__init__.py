@@ -11,6 +11,7 @@ from billing.holds import Hold
 from billing.ledger import Balance
 from billing.service.accounts import AccountService
 from billing.service.budgeting import BudgetService
+from billing.service.crediting import CreditNoteService
 from billing.service.credits import CreditService
 from billing.service.daily import DailyService
 from billing.service.leasing import LeaseService
@@ -30,6 +31,7 @@ class Billing(
     BudgetService,
     LeaseService,
     ScheduleService,
+    CreditNoteService,
     ReconcileService,
 ):
     """Tenants, prices, credits, holds, charges and invoices over one event store.

@@ -41,6 +41,7 @@ class ExportService(InvoiceService):
         with self._with_provider(invoice_id):
             self.refresh()
             invoice = self.invoice(invoice_id)
+            self._check_no_notes(invoice)
             if invoice.status is not InvoiceStatus.VOID and invoice.export_started_us is not None:
                 if exporter is None:
                     raise Conflict("its export has begun, so it is to be voided with the payment provider too")
@@ -69,16 +70,23 @@ class ExportService(InvoiceService):
 
     @contextmanager
     def _with_provider(self, invoice_id: str) -> Iterator[None]:
-        """One export or void of an invoice at a time. Raises `Conflict`."""
+        """One export or void of an invoice, or of a credit note, at a time. Raises `Conflict`."""
         with self._state:
             if invoice_id in self._exporting:
-                raise Conflict("the invoice is being exported or voided")
+                raise Conflict("it is being exported or voided")
             self._exporting.add(invoice_id)
         try:
             yield
         finally:
             with self._state:
                 self._exporting.discard(invoice_id)
+
+    def _check_no_notes(self, invoice: Invoice) -> None:
+        """Usage that was credited must not be invoiced again. Raises `Conflict`."""
+        with self._state:
+            notes = self._books.notes.standing(invoice.id)
+        if notes and invoice.status is not InvoiceStatus.VOID:
+            raise Conflict("it has credit notes: void those first, or issue one for the rest of it")
 
     def _finish_void(self, before: Invoice, idempotency: Idempotency | None) -> Invoice:
         """`before`: as it was when the provider was asked; an export that began since is one to ask about."""
@@ -89,6 +97,7 @@ class ExportService(InvoiceService):
                 return [], invoice
             if (invoice.status, invoice.export_started_us) != (before.status, before.export_started_us):
                 raise Conflict("the invoice changed meanwhile; try again")
+            self._check_no_notes(invoice)
             void = msgspec.structs.replace(invoice, status=InvoiceStatus.VOID, voided_us=time_us)
             return [_row(InvoiceVoided(invoice_id=before.id, at_us=time_us))], void
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from billing.checks import Faults
 from billing.document import content_hash_of, document
 from billing.errors import Invalid, LedgerCorrupt
 from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus, UsageSource
+from billing.notes import NoteStatus
 from billing.provider import ProviderInvoice
 from billing.reconcile import Chain, Charged, Report, Sources, compare
 from billing.service.admins import AdminService
@@ -60,6 +62,10 @@ class ReconcileService(PaymentService, MarginService, AdminService):
             tenants = list(self._books.accounts.tenants)
             unrated = [one for one in self._books.ledger.unrated.values() if start_us <= one.ts_us < end_us]
             invoices = {tenant: self._books.invoices.of(tenant) for tenant in tenants}
+            notes = [note for note in self._books.notes.by_id.values() if note.status is not NoteStatus.VOID]
+        credited: dict[str, int] = defaultdict(int)
+        for note in notes:
+            credited[note.invoice_id] += note.amount_minor
         return compare(
             Sources(
                 start_us=start_us,
@@ -75,6 +81,7 @@ class ReconcileService(PaymentService, MarginService, AdminService):
                 open_from_us=open_from_us,
                 documents=self._documents(invoices, start_us, end_us),
                 unsound=self._unsound(invoices, start_us, end_us),
+                credited=credited,
                 provider=_held_there(stripe, invoices, start_us, end_us),
             )
         )

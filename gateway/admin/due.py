@@ -44,11 +44,12 @@ class FailureView(msgspec.Struct, kw_only=True):
 
 
 class DueRunView(msgspec.Struct, kw_only=True):
-    """Ids of the invoices that were drafted, made final, exported; and what failed."""
+    """Ids of the invoices that were drafted, made final, exported, of the credit notes exported; and what failed."""
 
     drafted: list[str]
     finalized: list[str]
     exported: list[str]
+    credited: list[str]
     failures: list[FailureView]
 
 
@@ -92,6 +93,7 @@ async def run_due(data: JSONBody[DueRun], admin: Admin) -> DueRunView:
         drafted=outcome.drafted,
         finalized=outcome.finalized,
         exported=outcome.exported,
+        credited=outcome.credited,
         failures=[show_failure(failure) for failure in outcome.failures],
     )
 

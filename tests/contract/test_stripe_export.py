@@ -226,8 +226,8 @@ def test_without_a_place_stripe_tax_refuses_and_the_export_can_be_begun_again(st
     assert len(stripe_double.invoices()) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("hang")])
-def test_any_fault_at_any_call_of_a_taxed_export(kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["error_after", "reset_after"])
+def test_a_fault_at_any_call_of_a_taxed_export(kind: Any) -> None:
     for call in range(CALLS):
         with StripeDouble() as double:
             double.state.tax_percent = 20

@@ -15,6 +15,7 @@ from billing.automation import LEASE_US, Automation, InvoiceAutomation, Outcome
 from billing.duties import Duties
 from billing.errors import ExportError
 from billing.invoice import ExportResult, Invoice, InvoiceStatus
+from billing.notes import CreditNote, NoteStatus
 from billing.offers import ClassOffer
 from billing.periods import Period, period_at, periods
 from billing.schedule import due_spans
@@ -38,8 +39,16 @@ class Desk:
         self.made.append(invoice.id)
         return ExportResult(stripe_invoice_id=f"in_{invoice.id}", total_minor=invoice.total_minor, status="open")
 
-    def void(self, invoice: Invoice, previous_ids: Mapping[str, str]) -> None:
+    def credit(self, note: CreditNote, invoice: Invoice) -> str:
+        if self.fail:
+            raise self.fail
+        self.made.append(note.id)
+        return f"cn_{note.id}"
+
+    def void(self, *_: Any) -> None:
         raise AssertionError("nothing is voided by the clock")
+
+    void_credit = void
 
 
 class Clerk:
@@ -263,6 +272,22 @@ def test_killed_at_any_step_and_begun_again_by_another(
     made = [*dying.desk.made, *other.desk.made]
     assert len(set(made)) == 2
     assert all(one.status is InvoiceStatus.EXPORTED for one in house.billing.invoices())
+
+
+def test_credit_notes_of_exported_invoices_go_along(house: Any) -> None:
+    house.set_price(prompt="1000000")
+    house.use(prompt=10)
+    next_month(house)
+    clerk = Clerk(house)
+    (id,) = clerk.run(Automation.FINALIZE).finalized
+    note = house.billing.issue_credit_note(id, reason="r", amount="1")
+    assert clerk.run(Automation.FINALIZE).credited == []
+    clerk.desk.fail = ExportError("away")
+    assert [failure.step for failure in clerk.run(Automation.EXPORT).failures] == ["export"]
+    clerk.desk.fail = None
+    assert clerk.run(Automation.EXPORT).credited == [note.id]
+    assert clerk.run(Automation.EXPORT) == Outcome()
+    assert house.billing.credit_note(note.id).status is NoteStatus.EXPORTED
 
 
 def test_one_process_at_a_time_and_the_lease_of_a_dead_one_ends(house: Any) -> None:
