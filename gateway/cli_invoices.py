@@ -73,7 +73,7 @@ def _due(admin: Admin) -> click.Command:
         if mode is None:
             printer.show(api.get("/invoices/due")["data"], ("tenant", "period_start", "period_end"))
             return
-        done = api.post("/invoices/due", body={"mode": mode})
+        done = api.patch("/invoices/due", body={"mode": mode})
         printer.show(done, ("drafted", "finalized", "exported"))
         if done["failures"]:
             if not printer.as_json:

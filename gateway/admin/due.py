@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import Router, get, post
+from litestar import Router, get, patch
 from litestar.params import JSONBody
 from msgspec import Meta
 
@@ -78,7 +78,7 @@ def list_due(admin: Admin) -> Page[DueView]:
     return Page(data=[show_due(due) for due in admin.billing.due(admin.automation.due_until_us)])
 
 
-@post("/invoices/due", status_code=200)
+@patch("/invoices/due")
 async def run_due(data: JSONBody[DueRun], admin: Admin) -> DueRunView:
     """Draft an invoice for each period that is due, and carry on all that were cut by the clock, as far as `mode` says.
 

@@ -370,8 +370,8 @@ async def test_what_is_due_is_listed_and_made_when_asked(world: World) -> None:
     (invoice,) = (await world.get("/invoices"))["data"]
     assert (invoice["id"], invoice["status"]) == (done["drafted"][0], "finalized")
     assert await typed("invoice", "due") == []
-    assert (await world.post("/invoices/due", {"mode": "export"}, expect=200))["exported"] == done["drafted"]
-    await world.post("/invoices/due", {"mode": "off"}, expect=400)
+    assert (await world.call("PATCH", "/invoices/due", {"mode": "export"}))["exported"] == done["drafted"]
+    await world.call("PATCH", "/invoices/due", {"mode": "off"}, expect=400)
 
 
 def test_exports_by_the_clock_need_somewhere_to_go(world: World) -> None:
