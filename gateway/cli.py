@@ -165,7 +165,7 @@ def serve(config: Path | None, **flags: str | None) -> None:
 
 
 @main.command()
-@settings_flags("data_dir", "clickhouse_url", "ledger_url")
+@settings_flags("data_dir", "clickhouse_url", "clickhouse_cluster", "clickhouse_replicated", "ledger_url")
 def migrate(config: Path | None, **flags: str | None) -> None:
     """Bring the data to this version's schema.
 

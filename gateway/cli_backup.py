@@ -26,7 +26,10 @@ POLL_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 Admin = Callable[[Callable[..., None]], Callable[..., None]]
 
-_TARGET = ("data_dir", "ledger_url", "clickhouse_url", "archive_dir", "gateway_id")
+_TARGET = (
+    *("data_dir", "ledger_url", "clickhouse_url", "clickhouse_cluster", "clickhouse_replicated"),
+    *("archive_dir", "gateway_id"),
+)
 
 
 def backup_command(admin: Admin) -> click.Command:

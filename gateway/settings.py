@@ -59,6 +59,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     admin_key: Annotated[str | None, Meta(description="bearer key of the admin API; unset: made on first start")] = None
     clickhouse_url: Annotated[str | None, Meta(description="usage store; unset: chDB in the data folder")] = None
+    clickhouse_cluster: Annotated[
+        Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")] | None,
+        Meta(description="cluster of the usage store, as its servers' remote_servers name it; unset: one server"),
+    ] = None
+    clickhouse_replicated: Annotated[
+        bool, Meta(description="false: each shard of the cluster is one server, without Keeper; migrate each of them")
+    ] = True
     ledger_url: Annotated[str | None, Meta(description="ledger; unset: SQLite in the data folder")] = None
     stripe_api_key: Annotated[str | None, Meta(description="key for invoice export; unset: export is refused")] = None
     stripe_api_base: Annotated[str | None, Meta(description="other address of the Stripe API, for tests")] = None

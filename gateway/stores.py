@@ -26,7 +26,7 @@ from billing.store import EventStore
 from gateway.admin.times import format_time
 from gateway.idempotency import Store
 from gateway.restoring import MARKER
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsError
 from gateway.watermark import CONSUMER, stored_until_idle_us
 from metering.archive import Archive
 from metering.clickhouse import UsageStore
@@ -37,6 +37,7 @@ from metering.retention import Retention, Retirer
 from metering.rollups import Roller
 from metering.shipper import Drain, Shipper
 from metering.spool import Spool, SpoolError
+from migrations.cluster import Cluster
 from migrations.runner import migrate_clickhouse, migrate_ledger
 
 log = structlog.get_logger(__name__)
@@ -106,13 +107,13 @@ class Stores:
             raise GivenUp("The start was broken off.")
 
     def _open(self, base_model: str, progress: Callable[[str], None]) -> None:
-        settings = self._settings
+        settings, cluster = self._settings, cluster_of(self._settings)
         self.claim()
         self._go_on()
         progress("Bringing the ledger and the usage store up to date")
         migrate_ledger(settings.ledger)
         self._go_on()
-        migrate_clickhouse(settings.clickhouse)
+        migrate_clickhouse(settings.clickhouse, cluster=cluster)
         self._go_on()
         events = self.events = EventStore(settings.ledger)
         self.gateways = Gateways(events)
@@ -123,7 +124,7 @@ class Stores:
         self._stack.callback(self.billing.close)
         self._go_on()
         archive = Archive(settings.archive)
-        self.usage = UsageStore(settings.clickhouse, writer=self.folder, archive=archive)
+        self.usage = UsageStore(settings.clickhouse, self.folder, archive, cluster=cluster is not None)
         self.retention = Retention(self.usage, archive)
         self._stack.callback(self.usage.close)
         self.spool = Spool(
@@ -285,6 +286,18 @@ class Stores:
     def close(self) -> None:
         """Deliver what can be delivered, then close everything in reverse."""
         self._stack.close()
+
+
+def cluster_of(settings: Settings) -> Cluster | None:
+    """The cluster that the usage store is spread over; None where it is one server. Raises `SettingsError`."""
+    name = settings.clickhouse_cluster
+    if name is None:
+        return None
+    if settings.clickhouse.startswith("chdb"):
+        raise SettingsError("clickhouse_cluster: needs the clickhouse_url of one of the cluster's servers")
+    if settings.retention_months is not None:
+        raise SettingsError("retention_months: months are not archived on a cluster, which clickhouse_cluster names")
+    return Cluster(name, settings.clickhouse_replicated)
 
 
 def folder_id(folder: Path) -> str:

@@ -38,6 +38,16 @@ log = logging.getLogger(__name__)
 MAX_CLIENTS = 8
 _SLOT_WAIT_S = 60.0
 _CHECKED_AT_ONCE = 1000  # ids in one query: ClickHouse takes at most 128 KiB in a parameter
+_ON_CLUSTER = {
+    "distributed_foreground_insert": 1,  # answered when every shard has its rows
+    "insert_quorum": "auto",  # and in each a majority of the replicas: the spool forgets what was answered
+    "insert_deduplicate": 0,
+    "skip_unavailable_shards": 0,  # a sum without a shard is an error, never a smaller sum
+    "distributed_product_mode": "global",  # what a subquery finds is of all shards
+    "parallel_distributed_insert_select": 0,  # rows go where the sharding key says
+    "load_balancing": "in_order",  # all read the replica that all write
+    "fallback_to_stale_replicas_for_distributed_queries": 0,
+}
 _DATABASE = "meterhouse"  # inside a chDB folder; `migrations.runner`, which may not be imported here, has the same
 _VIOLATED_CONSTRAINT = 469  # the one server error that speaks of the rows alone: nothing else may bury an event
 _TS_LIMIT_US = (1 << 32) * 1_000_000  # toStartOfHour of the sort key is 32 bits wide
@@ -75,18 +85,26 @@ def client_options(url: str) -> dict[str, Any]:
 class UsageStore:
     """Thread-safe: every call takes a client of its own from a small pool. A client is made on first use."""
 
-    def __init__(self, url: str, writer: str | None = None, archive: Archive | None = None) -> None:
+    def __init__(
+        self, url: str, writer: str | None = None, archive: Archive | None = None, *, cluster: bool = False
+    ) -> None:
         """Connects nothing yet. `writer`: see `metering.rollups`. `archive`: has the events that the store has dropped;
-        without it, asking for them is an error. Raises `ValueError` for a URL that names no store.
+        without it, asking for them is an error. `cluster`: the tables are spread over one (`migrations/cluster.py`).
+        Raises `ValueError` for a URL that names no store.
         """
         self.archive = archive
+        self.cluster = cluster
         self._options = client_options(url)
+        if cluster:
+            self._options["settings"] |= _ON_CLUSTER
         self.conflicts_total = 0  # contents that came second, as found when they were inserted
         self._idle: list[Any] = []
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._lock = threading.Lock()
         self._closed = False
-        self.rollups = Rollups(self._client, writer or uuid.uuid4().hex, frozen=self._dropped_months)
+        self.rollups = Rollups(
+            self._client, writer or uuid.uuid4().hex, frozen=self._dropped_months, forgets=not cluster
+        )
 
     def insert(self, events: Sequence[UsageEvent]) -> None:
         """Store the events; again does no harm. Returns when they are on the store's disk and conflicts are recorded.

@@ -31,7 +31,7 @@ import msgspec
 from metering import hourly, queries
 from metering.archive import Archive, ArchivedEvent, Digest, Manifest, month_of, month_us, shown
 from metering.counts import HOUR_US
-from metering.errors import StoreDamaged, StoreUnavailable
+from metering.errors import StoreDamaged, StoreError, StoreUnavailable
 from metering.frozen import hourly_sums
 from metering.lock import FileLock, Locked
 from metering.queries import EVENTS, Query
@@ -97,6 +97,7 @@ class Retention:
 
     def months(self, before_us: int) -> list[int]:
         """The months that lie whole before a time and of which the store has events."""
+        self._check_kind()
         with self._alone():
             self._recover()
             return [month for (month,) in self._store.query(_live_months()) if month_us(month)[1] <= before_us]
@@ -107,6 +108,7 @@ class Retention:
         Raises `StoreUnavailable` while events of the month still arrive, `StoreDamaged` when what is stored or
         archived is not what it was; nothing is dropped then.
         """
+        self._check_kind()
         with self._alone():
             for _ in range(ATTEMPTS):
                 self._recover()
@@ -125,6 +127,10 @@ class Retention:
         raise StoreUnavailable(f"events of {shown(month)} are still arriving: they are archived later")
 
     # -- the steps -------------------------------------------------------------------------------
+
+    def _check_kind(self) -> None:
+        if self._store.cluster:
+            raise StoreError("months are not archived on a cluster")  # parts are moved between tables of one server
 
     def _recover(self) -> None:
         """Finish, or undo, what an earlier run left half done."""

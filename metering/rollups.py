@@ -67,11 +67,15 @@ class Rollups:
         writer: str,
         *,
         frozen: Callable[[], Collection[int]] = tuple,
+        forgets: bool = True,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`frozen`: months (202609) whose sums are of an archive: they are never made of events again."""
+        """`frozen`: months (202609) whose sums are of an archive: they are never made of events again. `forgets`: sums
+        can be deleted; else `rebuild` only replaces them.
+        """
         self._clients = clients
         self._frozen = frozen
+        self._forgets = forgets
         self._writer = writer
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
@@ -141,7 +145,8 @@ class Rollups:
             hours = [hour_us for hour_us in hours if month_of(hour_us) not in frozen]
             for some in _by_month(hours, CHECKED_AT_ONCE):
                 with self.touched(client, some):
-                    _run(client, hourly.forget(some))
+                    if self._forgets:
+                        _run(client, hourly.forget(some))
                 for part in _by_month(some, AT_ONCE):
                     self._roll(client, part)
         return len(hours)

@@ -28,12 +28,19 @@ from clickhouse_connect.driver.binding import quote_identifier
 from clickhouse_connect.driver.exceptions import ClickHouseError
 from sqlalchemy.exc import SQLAlchemyError
 
+from migrations.cluster import Cluster, RenderError, create_database, migrations_table, render
+
 CLICKHOUSE_FOLDER = Path(__file__).parent / "clickhouse"
 LEDGER_FOLDER = Path(__file__).parent / "ledger"
 CHDB_DATABASE = "meterhouse"  # `metering.clickhouse`, which may not be imported here, has the same
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _UNUSED = frozenset(range(3, 10))  # numbers that may be left out: kept free for files that were written side by side
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|$)")
+_ONE_SERVER = (
+    "CREATE TABLE IF NOT EXISTS schema_migrations (number UInt32, name String, checksum String, "
+    "applied DateTime64(6, 'UTC') DEFAULT now64(6)) ENGINE = ReplacingMergeTree ORDER BY (number, checksum) "
+    "SETTINGS fsync_after_insert = 1, fsync_part_directory = 1"
+)
 _LOCK_ID = 0x6D65746572  # PostgreSQL's advisory locks are numbers
 
 
@@ -53,18 +60,22 @@ class Migration(NamedTuple):
 # -- ClickHouse ----------------------------------------------------------------------------------
 
 
-def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[str]:
+def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER, *, cluster: Cluster | None = None) -> list[str]:
     """Run what a usage store lacks; returns the names of the files that were run now.
 
     `target` is `chdb:///abs/path`, `http(s)://user:pw@host:port/database` (the database is created when it is
-    missing) or an open clickhouse-connect client. Raises `MigrationError`.
+    missing) or an open clickhouse-connect client. `cluster`: the server is one of its nodes. A file is run on all of
+    them before it is recorded; a database of one server does not become a cluster's, nor the reverse. Raises
+    `MigrationError`.
     """
     migrations = read_folder(folder)
     try:
         if not isinstance(target, str):
-            return _migrate(target, migrations)
-        with _opened(target) as client:
-            return _migrate(client, migrations)
+            return _migrate(target, migrations, cluster)
+        with _opened(target, cluster) as client:
+            return _migrate(client, migrations, cluster)
+    except RenderError as error:
+        raise MigrationError(f"the usage store cannot be migrated: {error}") from error
     except (ClickHouseError, OSError) as error:
         if (reason := _unreachable(error)) and isinstance(target, str):
             parts = urlsplit(target)
@@ -73,10 +84,10 @@ def migrate_clickhouse(target: Any, folder: Path = CLICKHOUSE_FOLDER) -> list[st
         raise MigrationError(f"the usage store cannot be migrated: {_first_line(error)}") from error
 
 
-def usage_store_is_empty(url: str) -> bool:
+def usage_store_is_empty(url: str, cluster: Cluster | None = None) -> bool:
     """Whether no event was ever put into a usage store; one without tables has none. Raises `MigrationError`."""
     try:
-        with _opened(url) as client:
+        with _opened(url, cluster) as client:
             tables = ("usage_events", "usage_archives", "usage_conflicts", "usage_dead_letters")
             found = [name for name in tables if client.query(f"EXISTS TABLE {name}").result_rows[0][0]]
             return not any(client.query(f"SELECT 1 FROM {name} LIMIT 1").result_rows for name in found)  # noqa: S608
@@ -105,12 +116,9 @@ def read_folder(folder: Path) -> list[Migration]:
     return migrations
 
 
-def _migrate(client: Any, migrations: list[Migration]) -> list[str]:
-    client.command(
-        "CREATE TABLE IF NOT EXISTS schema_migrations (number UInt32, name String, checksum String, "
-        "applied DateTime64(6, 'UTC') DEFAULT now64(6)) ENGINE = ReplacingMergeTree ORDER BY (number, checksum) "
-        "SETTINGS fsync_after_insert = 1, fsync_part_directory = 1"
-    )
+def _migrate(client: Any, migrations: list[Migration], cluster: Cluster | None) -> list[str]:
+    _check_kind(client, cluster)
+    client.command(_ONE_SERVER if cluster is None else migrations_table(cluster, client.database))
     rows = client.query("SELECT number, checksum FROM schema_migrations FINAL ORDER BY number").result_rows
     _check({m.number: m.checksum for m in migrations}, rows, "usage store")
     done = {number for number, _ in rows}
@@ -119,7 +127,8 @@ def _migrate(client: Any, migrations: list[Migration]) -> list[str]:
         if migration.number in done:
             continue
         for statement in migration.statements:
-            client.command(statement)
+            for part in [statement] if cluster is None else render(statement, cluster, client.database):
+                client.command(part)
         client.insert(
             "schema_migrations",
             [[migration.number, migration.name, migration.checksum]],
@@ -131,6 +140,18 @@ def _migrate(client: Any, migrations: list[Migration]) -> list[str]:
     return ran
 
 
+def _check_kind(client: Any, cluster: Cluster | None) -> None:
+    """Tables of one server are never taken for a cluster's: half of the usage would be read for the whole of it."""
+    query = "SELECT count(), countIf(engine = 'Distributed') FROM system.tables WHERE database = currentDatabase()"
+    tables, spread = client.query(f"{query} AND name = 'usage_events'").result_rows[0]
+    if tables and bool(spread) != (cluster is not None):
+        what, other = ("one server", "a cluster") if cluster else ("a cluster", "one server")
+        raise MigrationError(
+            f"the usage store's tables are those of {what}, and the settings are for {other}: restore a backup into an "
+            "empty database"
+        )
+
+
 def _check(code: Mapping[Any, str], stored: list[tuple[Any, str]], what: str) -> None:
     for key, checksum in stored:
         if key not in code:
@@ -140,7 +161,7 @@ def _check(code: Mapping[Any, str], stored: list[tuple[Any, str]], what: str) ->
 
 
 @contextmanager
-def _opened(url: str) -> Iterator[Any]:
+def _opened(url: str, cluster: Cluster | None = None) -> Iterator[Any]:
     """A client on the URL's database, which exists then."""
     parts = urlsplit(url)
     if parts.scheme == "chdb":
@@ -154,7 +175,8 @@ def _opened(url: str) -> Iterator[Any]:
         raise MigrationError("a usage store is chdb:///absolute/path or http(s)://user:password@host:port/database")
     client = clickhouse_connect.get_client(**options)
     try:
-        client.command(f"CREATE DATABASE IF NOT EXISTS {quote_identifier(database)}")
+        here = f"CREATE DATABASE IF NOT EXISTS {quote_identifier(database)}"
+        client.command(here if cluster is None else create_database(cluster, database))
         client.database = database
         yield client
     finally:

@@ -83,6 +83,8 @@ async def put_archive(month: FromPath[str], admin: Admin) -> ArchiveView:
     409 while its usage may still be on its way.
     """
     refuse(_month_faults(month))
+    if admin.usage.cluster:
+        raise Conflict("months are not archived on a cluster")
     number = _month(month)
     stored = await watermark(admin)
     if month_us(number)[1] > stored.us:

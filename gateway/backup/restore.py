@@ -35,7 +35,7 @@ from gateway.backup.manifest import Backup, BackupError, check_files, read_manif
 from gateway.backup.take import EVENTS, LEDGER, ledger_lines
 from gateway.restoring import MARKER
 from gateway.settings import Settings
-from gateway.stores import Stores
+from gateway.stores import Stores, cluster_of
 from metering.archive import Archive, shown
 from metering.clickhouse import UsageStore
 from metering.counts import HOUR_US
@@ -103,6 +103,7 @@ def restore(settings: Settings, folder: Path, clock_us: Callable[[], int], say: 
     backup = check(folder)
     if settings.gateway_id != backup.gateway:
         raise BackupError(f"This is a backup of the gateway {backup.gateway!r}: restore it with --gateway-id.")
+    cluster_of(settings)  # settings that contradict each other are told before anything is written
     try:
         marker = _check_target(settings, backup, folder)
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ def _check_target(settings: Settings, backup: Backup, folder: Path) -> _Marker:
             raise BackupError(f"The data folder {data_dir} is not empty: a backup is restored into an empty one.")
         if not ledger_is_empty(settings.ledger):
             raise BackupError("The ledger has events: a backup is restored into an empty one.")
-        if settings.clickhouse_url is not None and not usage_store_is_empty(settings.clickhouse):
+        if settings.clickhouse_url is not None and not usage_store_is_empty(settings.clickhouse, cluster_of(settings)):
             raise BackupError("The usage store has usage: a backup is restored into an empty one.")
     _check_archive(settings, folder)
     return found or _Marker(backup.id, uuid.uuid4().hex)
@@ -207,9 +208,9 @@ def _restore_ledger(settings: Settings, folder: Path, backup: Backup, marker: _M
 
 def _restore_usage(settings: Settings, folder: Path, marker: _Marker) -> None:
     _restore_archive(settings, folder)
-    migrate_clickhouse(settings.clickhouse)
+    migrate_clickhouse(settings.clickhouse, cluster=cluster_of(settings))
     archive = Archive(settings.archive)
-    usage = UsageStore(settings.clickhouse, writer=marker.folder, archive=archive)
+    usage = UsageStore(settings.clickhouse, marker.folder, archive, cluster=settings.clickhouse_cluster is not None)
     try:
         restore_store(folder, usage, Retention(usage, archive))
     finally:

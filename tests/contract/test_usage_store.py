@@ -1,4 +1,4 @@
-"""One suite for the usage store, run against chDB in process and against a ClickHouse server over HTTP."""
+"""One suite for the usage store, run against chDB in process, a ClickHouse server over HTTP, and two as a cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from metering.counts import HOUR_US, CountRow
 from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
 from metering.events import Outcome, UsageEvent, content_hash, decode, encode
 from tests import oldevents
+from tests.fixtures.clickhouse import behind
 
 HOUR = 490_000 * HOUR_US  # 2025-11-24 16:00 UTC
 DAY_US = 24 * HOUR_US
 
 
-@pytest.fixture(params=["chdb", "server"])
+@pytest.fixture(params=["usage_store", "server_store", "cluster_store"])
 def store(request: pytest.FixtureRequest) -> UsageStore:
-    return request.getfixturevalue("usage_store" if request.param == "chdb" else "server_store")
+    return request.getfixturevalue(request.param)
 
 
 def make_event(i: int, **changes: object) -> UsageEvent:
@@ -120,12 +121,11 @@ def test_an_event_that_differs_in_its_cost_alone_is_another_content(store: Usage
 
 def test_an_event_of_a_newer_version_is_told_as_such(store: UsageStore) -> None:
     store.insert([make_event(0), make_event(1)])
-    client = raw_client(store)
-    client.command(
+    behind(
+        store,
         "ALTER TABLE usage_events UPDATE v = 4, outcome = 'tomorrow' "
-        f"WHERE event_id = '{make_event(1).event_id}' SETTINGS mutations_sync = 2"
+        f"WHERE event_id = '{make_event(1).event_id}' SETTINGS mutations_sync = 2",
     )
-    client.close()
     with pytest.raises(StoreNewer, match=f"{make_event(1).event_id} .*newer"):
         stored(store)
     assert list(store.events("acme", 0, 1 << 61)) == [make_event(0)]
@@ -148,8 +148,8 @@ def test_a_replayed_reordered_half_replayed_batch_counts_once(store: UsageStore)
     assert store.counts(0, 1 << 61) == expected_counts
     (row,) = store.usage(tenant=None, start_us=0, end_us=1 << 61, bucket="month")
     assert (row.requests, row.prompt_tokens) == (60, sum(r.prompt for r in expected_counts))
+    behind(store, "OPTIMIZE TABLE usage_events FINAL")
     client = raw_client(store)
-    client.command("OPTIMIZE TABLE usage_events FINAL")
     assert client.query("SELECT count() FROM usage_events").result_rows == [(60,)]
     client.close()
     assert stored(store) == events
@@ -171,9 +171,7 @@ def test_of_two_contents_under_one_id_the_first_stands_and_the_second_is_an_alar
         assert store.conflicts(0, 1 << 61) == [first.event_id]
         assert store.conflicts(0, HOUR) == []
         store.insert([first])
-        client = raw_client(store)
-        client.command("OPTIMIZE TABLE usage_events FINAL")
-        client.close()
+        behind(store, "OPTIMIZE TABLE usage_events FINAL")
         store.insert([second])
     assert store.conflicts_total >= 1
 
@@ -295,9 +293,7 @@ def test_counts_take_whole_hours(store: UsageStore) -> None:
 
 def test_a_row_that_was_changed_behind_our_back_is_not_billed(store: UsageStore) -> None:
     store.insert([make_event(0)])
-    client = raw_client(store)
-    client.command("ALTER TABLE usage_events UPDATE completion_tokens = 99 WHERE 1 SETTINGS mutations_sync = 2")
-    client.close()
+    behind(store, "ALTER TABLE usage_events UPDATE completion_tokens = 99 WHERE 1 SETTINGS mutations_sync = 2")
     with pytest.raises(StoreDamaged, match=make_event(0).event_id):
         stored(store)
 
@@ -305,9 +301,7 @@ def test_a_row_that_was_changed_behind_our_back_is_not_billed(store: UsageStore)
 def test_a_cost_that_came_to_an_event_of_version_1_is_no_event_of_ours(store: UsageStore) -> None:
     event = decode(oldevents.FULL)
     store.insert([event])
-    client = raw_client(store)
-    client.command("ALTER TABLE usage_events UPDATE kv_block_us = 1 WHERE 1 SETTINGS mutations_sync = 2")
-    client.close()
+    behind(store, "ALTER TABLE usage_events UPDATE kv_block_us = 1 WHERE 1 SETTINGS mutations_sync = 2")
     with pytest.raises(StoreDamaged, match=event.event_id):  # the hash of version 1 does not cover the column
         stored(store)
 

@@ -58,8 +58,10 @@ def install(cache: Path) -> Path:
 class ClickHouseServer:
     """One server process on free ports of 127.0.0.1; may be killed and started again on the same data and ports."""
 
-    def __init__(self, library: Path, data: Path) -> None:
+    def __init__(self, library: Path, data: Path, config: str | None = None) -> None:
+        """`config`: the path of a configuration file, which need not be there before `start`."""
         self.library = library
+        self.config = config
         self.data = data
         self.http_port, self.tcp_port = _free_ports(2)
         self.process: subprocess.Popen[bytes] | None = None
@@ -73,6 +75,7 @@ class ClickHouseServer:
         """Return when it answers. Raises `RuntimeError` with the log's end when it does not."""
         self.data.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, __file__, self.library, self.data / "db", self.http_port, self.tcp_port]
+        command += [self.config] if self.config else []
         log_path = self.data / "log"
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -114,7 +117,7 @@ def _free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def _serve(library_path: str, data: str, http_port: str, tcp_port: str) -> None:
+def _serve(library_path: str, data: str, http_port: str, tcp_port: str, config: str | None = None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no server outlives its tests
     if os.getppid() == 1:
@@ -126,10 +129,11 @@ def _serve(library_path: str, data: str, http_port: str, tcp_port: str) -> None:
     library.chdb_result_error.argtypes = [ctypes.c_void_p]
     arguments = ["clickhouse", "--path", data, "--http_port", http_port, "--tcp_port", tcp_port]
     arguments += ["--listen_host", "127.0.0.1", "--query", _SERVE]
+    arguments += ["--config-file", config] if config else []
     argv = (ctypes.c_char_p * len(arguments))(*(argument.encode() for argument in arguments))
     result = library.chdb_query_cmdline(len(arguments), argv)
     sys.exit((library.chdb_result_error(result) or b"ended").decode())
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:5])
+    _serve(*sys.argv[1:6])

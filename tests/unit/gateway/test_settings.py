@@ -8,6 +8,7 @@ import pytest
 
 from gateway.keyfile import admin_key
 from gateway.settings import Settings, SettingsError, fields, load
+from gateway.stores import cluster_of
 
 
 def test_order_of_sources(tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_every_setting_can_be_given_by_every_source(tmp_path: Path) -> None:
     examples = {int: "4194304", float: "2.5", bool: "true", Path: "/x", str: "text"}
     special = {"port": "8001", "block_size": "32", "max_n": "8", "max_num_seqs": "8", "max_prompts": "8"}
     special |= {"clickhouse_url": "chdb:///x", "ledger_url": "sqlite:///x", "dunning_steps": "suspend@9"}
+    special |= {"clickhouse_replicated": "false"}
     for field in fields():
         text = {**choices, **special}.get(field.name, examples[field.type])
         by_flag, by_variable = load({field.name: text}, {}), load({}, {field.variable: text})
@@ -147,6 +149,19 @@ def test_a_store_of_a_kind_that_does_not_work_is_refused_with_those_that_do(name
         load({name: url}, {})
     assert told in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_cluster_is_of_servers_and_keeps_every_month() -> None:
+    assert cluster_of(load({}, {})) is None
+    on_server = {"clickhouse_url": "http://host/db", "clickhouse_cluster": "all"}
+    assert cluster_of(load(on_server, {})) == ("all", True)
+    assert cluster_of(load(on_server | {"clickhouse_replicated": "false"}, {})) == ("all", False)
+    with pytest.raises(SettingsError, match="retention_months"):
+        cluster_of(load(on_server | {"retention_months": "3"}, {}))
+    with pytest.raises(SettingsError, match="clickhouse_url of one of"):
+        cluster_of(load({"clickhouse_cluster": "all"}, {}))
+    with pytest.raises(SettingsError, match="clickhouse_cluster"):
+        load({"clickhouse_cluster": "a' b"}, {})
 
 
 def test_the_stores_that_work_are_taken() -> None:
