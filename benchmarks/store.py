@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from billing.service import Billing
+from billing.store import EventStore
 from metering import hourly, queries
 from metering.clickhouse import UsageStore
 from metering.counts import HOUR_US
 from metering.queries import EVENTS
-from migrations.runner import migrate_clickhouse
+from migrations.runner import migrate_clickhouse, migrate_ledger
 
 DAY_US = 24 * HOUR_US
 START_US = 1_788_220_800_000_000  # 2026-09-01T00:00:00Z
@@ -116,6 +118,33 @@ def measure(store: UsageStore, repeats: int, days: int) -> Iterator[tuple[str, f
         yield what, median_ms(run, repeats), len(run())
 
 
+def draft_ms(store: UsageStore, folder: Path, repeats: int) -> tuple[str, float, int]:
+    """The whole of `draft_invoice` over a tenant's month, by a ledger that has its charges."""
+    url = f"sqlite:///{folder / 'ledger.sqlite3'}"
+    (folder / "ledger.sqlite3").unlink(missing_ok=True)
+    migrate_ledger(url)
+    now_us = [START_US - 1]
+    billing = Billing(EventStore(url), base_model="base", clock=lambda: now_us[0], price_lead_us=0)
+    billing.create_tenant(id="tenant-1", name="tenant-1")
+    for model, completion in (("*", "1.25"), ("pirate", "2"), ("lawyer", "3")):
+        prices = {"prompt": "0.50", "cached": "0.05", "completion": completion}
+        billing.set_price(model=model, currency="usd", effective_at_us=0, per_million=prices)
+    month = (START_US, START_US + 30 * DAY_US)
+    now_us[0] = START_US
+    events = list(store.events("tenant-1", *month))
+    for first in range(0, len(events), 1000):
+        now_us[0] = max(now_us[0], events[first].settled_us)
+        billing.record(events[first : first + 1000])
+    now_us[0] = month[1] + DAY_US
+
+    def draft() -> None:
+        billing.void_invoice(billing.draft_invoice("tenant-1", *month, usage=store, watermark_us=month[1]).id)
+
+    found = median_ms(draft, repeats)
+    billing.close()
+    return "a tenant's month as an invoice: `draft_invoice`, whole", found, len(events)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=10_000_000)
@@ -139,6 +168,8 @@ def main() -> None:
         print("| what is read | ms | rows |\n|---|---|---|")
         for what, ms, rows in measure(store, options.repeats, options.days):
             print(f"| {what} | {ms:,.0f} | {rows:,} |", flush=True)
+        what, ms, rows = draft_ms(store, folder, options.repeats)
+        print(f"| {what} | {ms:,.0f} | {rows:,} |", flush=True)
     finally:
         store.close()
         if options.folder is None:

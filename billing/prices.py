@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from billing.errors import NoPrice
+from billing.offers import simple
 from billing.tiers import (
     FEMTO_PER_NANO,
     Component,
@@ -31,7 +32,18 @@ from billing.tiers import (
 ANY = "*"
 TIMELINES_MAX = 10_000  # kept at once
 
-__all__ = ["ANY", "PriceBook", "PriceSet", "PriceVersion", "Rate", "Slot", "Timeline", "TokenClass", "rate_of"]
+__all__ = [
+    "ANY",
+    "PriceBook",
+    "PriceSet",
+    "PriceVersion",
+    "Rate",
+    "Slot",
+    "Timeline",
+    "TokenClass",
+    "rate_of",
+    "version_of",
+]
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +144,31 @@ def rate_of(
         completion=dearest(TokenClass.COMPLETION, TokenClass.REASONING) + dearest(TokenClass.TOOL_CALL),
         fixed_nano=-(-fixed_femto // FEMTO_PER_NANO),
         exact=False,
+    )
+
+
+def version_of(
+    id: str,
+    components: tuple[Component, ...],
+    *,
+    currency: str,
+    model: str,
+    effective_at_us: int,
+    recorded_us: int,
+    tenant: str | None = None,
+    endpoint: str = "",
+) -> PriceVersion:
+    """A version of checked components (`offers.check_price`)."""
+    rate = rate_of(id, currency, {component.token_class: component for component in components})
+    return PriceVersion(
+        id=id,
+        tenant=tenant,
+        model=model,
+        effective_at_us=effective_at_us,
+        recorded_us=recorded_us,
+        rate=msgspec.structs.replace(rate, exact=True) if simple(components) else rate,
+        endpoint=endpoint,
+        components=() if simple(components) else components,
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands of the price book: `meterhouse price set | list`.
+"""The commands of the price book: `meterhouse price set | list | simulate`.
 
 Knows: flags and columns. Does not know: how a price is checked, which the admin API says.
 """
@@ -19,6 +19,9 @@ from gateway.printing import Printer
 PRICE = ("model", "tenant", "currency", "per_million.prompt", "per_million.cached", "per_million.completion")
 PRICE_TIMES = ("effective_at", "recorded_at")
 PRICE_MORE = ("endpoint", "classes")
+SIMULATED = ("tenant", "model", "requests", "charged", "would_be", "difference", "percent", "currency")
+MISSING = ("tenant", "model", "endpoint", "requests", "reason")
+BOOK = frozenset({"prices", "alone"})
 
 Admin = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -93,4 +96,68 @@ def price_commands(admin: Admin) -> click.Group:
         """List every price ever entered."""
         printer.show(list(api.pages("/prices")), PRICE + PRICE_TIMES)
 
+    _add_simulate(price, admin)
     return price
+
+
+def _add_simulate(price: click.Group, admin: Admin) -> None:
+    @price.command("simulate")
+    @click.option(
+        "--book",
+        type=click.Path(path_type=Path),
+        help="JSON or TOML file of candidate prices: a list `prices`, each as `price set` takes it or "
+        '{price = "an id"}, with an own effective_at if it has one; `alone = true`: no price but these.',
+    )
+    @click.option("--as-if", "ids", multiple=True, metavar="PRICE_ID", help="A version that stands; may be repeated.")
+    @click.option("--effective-at", help="From when on, for --as-if. [default: the start]")
+    @click.option("--start", required=True, help="RFC 3339 or epoch seconds.")
+    @click.option("--end", required=True, help="RFC 3339 or epoch seconds, excluded.")
+    @click.option("--tenant", "tenant_id", help="This tenant only.")
+    @click.option("--by", type=click.Choice(["tenant", "model"]), default="tenant", show_default=True)
+    @admin
+    def price_simulate(
+        api: AdminClient,
+        printer: Printer,
+        book: Path | None,
+        ids: tuple[str, ...],
+        effective_at: str | None,
+        start: str,
+        end: str,
+        tenant_id: str | None,
+        by: str,
+    ) -> None:
+        """Rate past usage again by other prices, beside what it was charged. Writes nothing.
+
+        A candidate takes the place of what stands for the same tenant, model, endpoint and currency, from its time on.
+        Exit code 1 when some requests have no candidate price.
+        """
+        body = {**_candidates(book, ids, effective_at), "start": start, "end": end, "by_model": by == "model"}
+        found = api.post("/prices/simulation", body=body if tenant_id is None else {**body, "tenant": tenant_id})
+        if printer.as_json:
+            printer.json(found)
+        else:
+            printer.show(found["data"], SIMULATED)
+            for tenant, count in found["uncharged"].items():
+                printer.say(f"{tenant}: {count} requests have no charge yet")
+            if found["missing"]:
+                printer.say("Without a candidate price:")
+                printer.show(found["missing"], MISSING)
+        if found["missing"]:
+            raise click.exceptions.Exit(1)
+
+
+def _candidates(book: Path | None, ids: tuple[str, ...], effective_at: str | None) -> dict[str, Any]:
+    """The body's part that says by which prices. Raises `click.UsageError`."""
+    if effective_at is not None and not ids:
+        raise click.UsageError("--effective-at is for --as-if; a book says it with each price")
+    found = {"prices": []} if book is None else read_table(book)
+    if strange := sorted(found.keys() - BOOK):
+        raise click.UsageError(f"the book has {', '.join(map(repr, strange))}; known are prices, alone")
+    prices = found.get("prices")
+    if not isinstance(prices, list):
+        raise click.UsageError("the book needs a list of prices")
+    timed = {} if effective_at is None else {"effective_at": effective_at}
+    found["prices"] = [*prices, *({"price": id, **timed} for id in ids)]
+    if not found["prices"]:
+        raise click.UsageError("nothing to simulate: give --book or --as-if")
+    return found

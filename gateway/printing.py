@@ -17,6 +17,7 @@ NUMBERS = frozenset(
         *("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "quantity"),
         *("prompt", "cached", "completion", "unit_price", "exact", "amount", "exact_total", "total"),
         *("available", "held", "charged", "granted"),
+        *("would_be", "difference", "percent"),
     }
 )
 

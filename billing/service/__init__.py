@@ -19,6 +19,7 @@ from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
 from billing.service.scheduling import ScheduleService
 from billing.service.shell import Idempotency
+from billing.service.simulating import SimulatingService
 from billing.service.terms import TermsService
 
 
@@ -33,6 +34,7 @@ class Billing(
     ScheduleService,
     CreditNoteService,
     ReconcileService,
+    SimulatingService,
 ):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 

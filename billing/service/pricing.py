@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-import msgspec
-
 from billing.books import new_event
 from billing.errors import Invalid, LedgerUnavailable
-from billing.offers import ClassOffer, check_price, simple
+from billing.offers import ClassOffer, check_price
 from billing.positions import period_start
-from billing.prices import PriceSet, PriceVersion, Rate, rate_of
+from billing.prices import PriceSet, PriceVersion, Rate, version_of
 from billing.service.shell import Idempotency, Shell, page
 from billing.store import NewEvent
 
@@ -49,16 +47,15 @@ class PriceService(Shell):
                 # From here on no later request is quoted anything, until the books have the price or it is given up.
                 self._undecided_us = max(time_us, self._quoted_us + 1) + self._price_lead_us
                 recorded_us = self._undecided_us
-            rate = rate_of(id, currency, {component.token_class: component for component in components})
-            price = PriceVersion(
-                id=id,
-                tenant=tenant,
+            price = version_of(
+                id,
+                components,
+                currency=currency,
                 model=model,
                 effective_at_us=effective_at_us,
                 recorded_us=recorded_us,
-                rate=msgspec.structs.replace(rate, exact=True) if simple(components) else rate,
+                tenant=tenant,
                 endpoint=endpoint,
-                components=() if simple(components) else components,
             )
             return [new_event("prices", PriceSet(price=price))], price
 

@@ -41,6 +41,7 @@ from gateway.admin.margin import router as margin_router
 from gateway.admin.meters import router as meters_router
 from gateway.admin.query import check_query
 from gateway.admin.signing import router as signing_router
+from gateway.admin.simulation import router as simulation_router
 from gateway.admin.state import AdminState
 from gateway.admin.terms import router as terms_router
 
@@ -69,6 +70,7 @@ def admin_router(state: AdminState) -> Router:
             keys.router,
             adapters.router,
             prices.router,
+            simulation_router,
             credits.router,
             terms_router,
             budgets.router,

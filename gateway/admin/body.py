@@ -7,7 +7,7 @@ knows neither unknown fields nor a struct's own rules. A struct with rules has `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from litestar import Request
@@ -31,18 +31,39 @@ def body_faults(raw: bytes, kind: type[Any]) -> list[Fault]:
         return [("body", "is nested too deeply")]
     if not isinstance(body, dict):
         return [("body", "must be a JSON object")]
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    faults = [(name, "is not a field of this request") for name in body if name not in fields]
-    for name, field in fields.items():
-        if name not in body:
-            if field.required:
-                faults.append((name, "is required"))
-        elif fault := _type_fault(name, body[name], field.type):
-            faults.append(fault)
-    if faults:
+    if faults := _struct_faults("", body, kind):
         return faults
     rules = getattr(msgspec.convert(body, kind), "faults", None)
     return rules() if rules is not None else []
+
+
+def _struct_faults(prefix: str, body: dict[str, Any], kind: type[Any]) -> list[Fault]:
+    """What is wrong with an object's fields; of a list of objects, with the fields of each."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    faults = [(prefix + name, "is not a field of this request") for name in body if name not in fields]
+    for name, field in fields.items():
+        if name not in body:
+            if field.required:
+                faults.append((prefix + name, "is required"))
+        elif fault := _type_fault(prefix + name, body[name], field.type):
+            faults += _item_faults(prefix + name, body[name], field.type) or [fault]
+    return faults
+
+
+def _item_faults(name: str, value: Any, wanted: Any) -> list[Fault]:
+    wanted = get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
+    if get_origin(wanted) is not list or not isinstance(value, list):
+        return []
+    item = get_args(wanted)[0]
+    if not (isinstance(item, type) and issubclass(item, msgspec.Struct)):
+        return []
+    faults: list[Fault] = []
+    for number, found in enumerate(value):
+        if isinstance(found, dict):
+            faults += _struct_faults(f"{name}[{number}].", found, item)
+        else:
+            faults.append((f"{name}[{number}]", "must be a JSON object"))
+    return faults
 
 
 def _type_fault(name: str, value: Any, wanted: Any) -> Fault | None:

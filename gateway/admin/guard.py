@@ -31,6 +31,9 @@ from gateway.errors import ErrorBody, Forbidden, Unauthorized, api_error, handle
 Connection = ASGIConnection[Any, Any, Any, Any]
 BOOTSTRAP = "admin"  # the actor of the bootstrap key
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
+READING_POSTS = frozenset({"/prices/simulation"})
+"""What is asked for with a body and changes nothing: for every role, and no command to be noted when it is refused."""
+
 REASON_MAX = 300
 
 MONEY = re.compile(
@@ -64,9 +67,14 @@ def admin_guard(admin_key: str, billing: Billing) -> Callable[[Connection, BaseR
     return guard
 
 
+def reads(method: str, path: str) -> bool:
+    """Whether a call changes nothing; `path` is behind the admin API's own."""
+    return method in READS or (method == "POST" and path in READING_POSTS)
+
+
 def may(role: Role, method: str, path: str) -> bool:
     """Whether a role may make a call; `path` is behind the admin API's own."""
-    if role is Role.OWNER or method in READS:
+    if role is Role.OWNER or reads(method, path):
         return True
     return role is Role.BILLING and MONEY.fullmatch(path) is not None and ".." not in path
 
@@ -77,7 +85,7 @@ def noting(
     """An exception handler that answers as every other, and writes down what a known admin was refused."""
 
     def refused(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
-        if request.method not in READS and ACTOR.get():
+        if not reads(request.method, request.url.path.removeprefix(paths.ADMIN)) and ACTOR.get():
             answer = api_error(error)
             note = CommandRefused(
                 method=request.method,

@@ -57,7 +57,7 @@ class PriceCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The time's fault, which only this side knows, and with it all of the ledger's own."""
         faults = [] if self.effective_at is None else time_fault("effective_at", self.effective_at)
         try:
-            check_price(self.model, 0, self.currency, _given(self.per_million), self.classes, self.endpoint or "")
+            check_price(self.model, 0, self.currency, given(self.per_million), self.classes, self.endpoint or "")
         except Invalid as error:
             faults += error.faults
         return faults
@@ -93,7 +93,8 @@ def show_price(price: PriceVersion) -> PriceView:
     )
 
 
-def _given(per_million: PerMillion) -> dict[str, str]:
+def given(per_million: PerMillion) -> dict[str, str]:
+    """The prices that were told."""
     return {name: text for name, text in msgspec.structs.asdict(per_million).items() if text is not UNSET}
 
 
@@ -104,7 +105,7 @@ def set_price(data: JSONBody[PriceCreate], admin: Admin, idempotency: Once) -> P
         model=data.model,
         effective_at_us=admin.clock_us() if data.effective_at is None else parse_time(data.effective_at),
         currency=data.currency,
-        per_million=_given(data.per_million),
+        per_million=given(data.per_million),
         classes=data.classes,
         endpoint=data.endpoint or "",
         tenant=data.tenant,

@@ -10,6 +10,7 @@ from litestar import Litestar
 from litestar.openapi import OpenAPIConfig
 
 from gateway.admin import admin_router
+from gateway.admin.guard import READING_POSTS
 from tests.unit.admin.conftest import ADMIN_KEY, World
 
 
@@ -201,7 +202,8 @@ async def test_every_post_route_honours_the_idempotency_key(world: World) -> Non
     assert len(posts) >= 9
     for path in posts:
         names = [parameter["name"] for parameter in paths[path]["post"]["parameters"]]
-        assert "Idempotency-Key" in names, path
+        changes = path.removeprefix("/admin/v1") not in READING_POSTS
+        assert ("Idempotency-Key" in names) is changes, path
 
 
 async def test_the_schema_describes_every_route_of_the_contract(world: World) -> None:
@@ -214,6 +216,7 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/tenants/{tenant_id}/adapters": {"post", "get"},
         "/tenants/{tenant_id}/adapters/{name}": {"delete"},
         "/prices": {"post", "get"},
+        "/prices/simulation": {"post"},
         "/tenants/{tenant_id}/credits": {"post", "get"},
         "/tenants/{tenant_id}/budgets": {"post", "get"},
         "/budgets/{budget_id}": {"get", "patch", "delete"},
