@@ -92,6 +92,7 @@ def periods(from_us: int, to_us: int, anchor_day: int = 1, timezone: str = UTC_N
         from_us = period.end_us
 
 
+@lru_cache(maxsize=65_536)
 def anchor_us(year: int, month: int, anchor_day: int, timezone: str) -> int:
     """The instant at which the period of this month begins."""
     day = min(anchor_day, calendar.monthrange(year, month)[1])

@@ -17,7 +17,8 @@ import stripe
 
 from billing.accounts import Tenant
 from billing.errors import Conflict, ExportError, StripeNotConfigured
-from billing.invoice import ExportResult, Invoice, InvoiceLine, InvoiceStatus
+from billing.invoice import ExportResult, Invoice, InvoiceStatus
+from billing.line import InvoiceLine, LineKind
 from billing.money import MINOR_DIGITS, allocate
 from billing.prices import TokenClass
 from billing.stripe import (
@@ -188,6 +189,20 @@ def test_a_known_customer_is_used_and_an_unknown_one_is_made_once(stripe_double:
     stripe_double.clock.advance(hours=100)
     _export(stripe_double, _invoice(id="inv-3"))
     assert len({invoice["customer"] for invoice in stripe_double.invoices()}) == 2
+
+
+def test_lines_below_nothing_go_as_they_are_and_fold_by_kind(stripe_double: StripeDouble) -> None:
+    usage = _invoice(tuple(range(1, MAX_ITEMS + 1)), price_nano=10**14)
+    off = msgspec.structs.replace(
+        usage.lines[0], id="inv-1:off", kind=LineKind.DISCOUNT, token_class=None, name="Ten", rate="10", amount_minor=-5
+    )
+    invoice = msgspec.structs.replace(usage, lines=(*usage.lines, off), total_minor=usage.total_minor - 5)
+    result = _export(stripe_double, invoice)
+    items = {item["metadata"]["meterhouse_line"]: item for item in stripe_double.items(result.stripe_invoice_id)}
+    assert len(items) <= MAX_ITEMS
+    assert sum(item["amount"] for item in items.values()) == invoice.total_minor == result.total_minor
+    assert items["inv-1:rest:discount:"]["amount"] == -5
+    assert items["inv-1:rest:discount:"]["description"] == "1 smaller lines: discounts"
 
 
 # -- tax ------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from billing.errors import ExportError, NotFound
+from billing.line import InvoiceLine, LineKind
 from billing.meters import LEFT, REFUSED, UNSURE, WAITING, MeterExport, Progress, event_name, identifier
 from billing.store import EventStore
 from billing.stripe import StripeExporter
 from billing.stripe_calls import StripeRefused, StripeUnavailable
+from billing.tiers import TokenClass
 from tests.contract.test_stripe_export import Killed, _invoice, _no_waiting
 from tests.doubles.stripe import Fault, StripeDouble
 from tests.doubles.stripe.faults import KINDS, Kind
@@ -365,6 +368,22 @@ def test_an_invoice_of_metered_usage_is_not_exported_too(works: Works) -> None:
     assert "meters" in export.refusal(later, metered=False)
     after = _invoice(cut_seq=position.done_seq + 9, period_start_us=works.house.clock.now_us + 3_600_000_000)
     assert export.refusal(after, metered=False) == ""
+    usage = InvoiceLine(
+        id="l1",
+        model="base",
+        adapter="",
+        token_class=TokenClass.PROMPT,
+        price_id="p",
+        period_start_us=0,
+        period_end_us=1,
+        quantity=1,
+        unit_price_nano=1,
+        amount_minor=0,
+    )
+    tax = msgspec.structs.replace(usage, id="l2", kind=LineKind.TAX, token_class=None)
+    assert "on no meter" not in export.refusal(_invoice(cut_seq=position.done_seq + 1, lines=(usage,)), metered=True)
+    told = export.refusal(_invoice(cut_seq=position.done_seq + 1, lines=(usage, tax)), metered=True)
+    assert told.endswith("its lines of the kind tax are on no meter: they are agreed in Stripe")
 
 
 def test_what_is_not_put_aside_cannot_be_decided(works: Works) -> None:
