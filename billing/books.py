@@ -18,7 +18,7 @@ from billing.accounts import (
     TenantUpdated,
 )
 from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
-from billing.budgets import BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
+from billing.budgets import CAP, BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.charges import move
 from billing.daily import DailyCharges
 from billing.dunning import DunningEnded, DunningFact, Dunnings, DunningStarted, DunningStepped
@@ -129,8 +129,11 @@ class Books:
                 self.ledger.apply(fact)
             case BudgetSet() | BudgetRemoved() | BudgetReached():
                 self.budgets.apply(fact)
+                self._budget_changed(fact)
             case TenantCreated() | TenantUpdated() | KeyCreated() | KeyRevoked() | AdapterAdded() | AdapterRemoved():
                 self.accounts.apply(fact, row.time_us)
+                if isinstance(fact, TenantUpdated):
+                    self._budget_changed(fact)
                 if isinstance(fact, AdapterAdded | AdapterRemoved):
                     self.stays.apply(fact, row.time_us)
             case DiscountGiven() | DiscountEnded() | CommitmentSet() | TaxSet():
@@ -169,6 +172,15 @@ class Books:
         invoice = self.invoices.get(note.invoice_id)
         if invoice.status is not InvoiceStatus.VOID:
             self.ledger.true_up(note.tenant, -sign * note.net_femto, invoice.period_end_us - 1)
+
+    def _budget_changed(self, fact: BudgetFact | TenantUpdated) -> None:
+        match fact:
+            case BudgetSet(budget=budget):
+                self.ledger.budget_changed(budget.tenant, budget.id)
+            case BudgetRemoved(budget_id=id, tenant=tenant):
+                self.ledger.budget_changed(tenant, id)
+            case TenantUpdated(tenant=tenant):
+                self.ledger.budget_changed(tenant.id, CAP + tenant.id)
 
     def _true_up(self, fact: InvoiceFact) -> None:
         """A final invoice's difference from its charges counts in the balance; a void one's no more."""

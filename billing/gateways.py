@@ -88,7 +88,8 @@ class Gateways:
     def remove(self, id: str, now_us: int) -> None:
         """An operator gives a gateway up for good: what its folder still holds will be late, and what it had leased is
         nobody's. Raises `NotFound`, and `Conflict` for one that is alive."""
-        with self._store.connected(write=True) as connection:
+        with self._store.exclusive() as log:
+            connection = log.connection
             row = _find(connection, id)
             if row is None:
                 raise NotFound("gateway", id)

@@ -11,11 +11,13 @@ Does not know: prices' rules, the store, the engine.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from billing.checks import Faults
 from billing.errors import Conflict, InsufficientCredits, NotFound
-from billing.ledger import Account, Ledger
+from billing.ledger import Account, Applying, Ledger, Spender
 from billing.money import cost
 from billing.prices import Rate
 from billing.quotas import Quota, Quotas, least
@@ -31,10 +33,13 @@ class Hold(msgspec.Struct, frozen=True):
 class _Open:
     """A hold that stands. `prompt_femto` + `covered` x completion price is what it keeps of each of its quotas."""
 
-    __slots__ = ("account", "covered", "prompt_femto", "prompt_tokens", "quotas", "rate", "ts_us")
+    __slots__ = ("account", "covered", "prompt_femto", "prompt_tokens", "quotas", "rate", "ts_us", "who")
 
-    def __init__(self, account: Account, quotas: Quotas, rate: Rate, prompt_tokens: int, ts_us: int) -> None:
+    def __init__(
+        self, account: Account, who: Spender, quotas: Quotas, rate: Rate, prompt_tokens: int, ts_us: int
+    ) -> None:
         self.account = account
+        self.who = who
         self.quotas = quotas
         self.rate = rate
         self.ts_us = ts_us
@@ -52,6 +57,14 @@ class _Open:
         for quota in self.quotas:
             quota.held += femto
 
+    def move(self, quotas: Quotas) -> None:
+        """Count against these quotas instead."""
+        for quota in self.quotas:
+            quota.held -= self.femto
+        self.quotas = quotas
+        for quota in quotas:
+            quota.held += self.femto
+
 
 class Holds:
     """Every hold that stands, by request id."""
@@ -68,7 +81,7 @@ class Holds:
 
     def open(
         self,
-        tenant: str,
+        who: Spender,
         request_id: str,
         quotas: Quotas,
         rate: Rate,
@@ -85,7 +98,7 @@ class Holds:
         _check_counts(prompt_tokens, want_tokens)
         if request_id in self._open:
             raise Conflict("this request has a hold already")
-        hold = _Open(self._ledger.account(tenant), quotas, rate, prompt_tokens, ts_us)
+        hold = _Open(self._ledger.account(who.tenant), who, quotas, rate, prompt_tokens, ts_us)
         available, short = least(quotas, now_us)
         needed = hold.prompt_femto + cost(min(want_tokens, 1), rate.completion)
         if needed > 0 and short is not None and available < needed:
@@ -112,6 +125,14 @@ class Holds:
         if hold is None:
             return {}
         return missing(hold.quotas, cost(want_tokens, hold.rate.completion), now_us)
+
+    def attach(self, tenants: Collection[str], applying: Applying) -> None:
+        """Count what runs against the quotas that apply now: a budget was set, changed or taken away meanwhile."""
+        for hold in self._open.values():
+            if hold.who.tenant in tenants:
+                quotas = applying(*hold.who, hold.ts_us)
+                if quotas != hold.quotas:
+                    hold.move(quotas)
 
     def oldest_us(self) -> int | None:
         """When the oldest request with a hold began."""

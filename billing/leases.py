@@ -146,6 +146,13 @@ class LeaseTable:
                     lease = standing[quota]
                     self.put(msgspec.structs.replace(lease, amount=max(lease.amount - amount, 0)))
 
+    def sums(self) -> dict[str, int]:
+        """All that is leased of each quota."""
+        found: dict[str, int] = {}
+        for quota, amount in self._connection.execute(sa.select(_leases.c.quota, _leases.c.amount_femto)):
+            found[quota] = found.get(quota, 0) + int(amount)
+        return found
+
     def wanted_from(self, gateway: str, now_us: int) -> set[str]:
         """Quotas of which another gateway is short."""
         rows = self._connection.execute(sa.select(_leases).where(_leases.c.gateway != gateway))

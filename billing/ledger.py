@@ -13,7 +13,8 @@ Pure. Does not know: the store, prices, holds' rules.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -25,6 +26,7 @@ from metering.events import UsageEvent
 if TYPE_CHECKING:
     from billing.quotas import Quotas
 
+BALANCE, BUDGET = "balance:", "budget:"  # what the id of a quota begins with (`billing/quotas.py`)
 RECENT = 2**16  # recorded events whose late `settle` is recognised without asking the store
 
 __all__ = [
@@ -105,7 +107,9 @@ class TopUpRequested(msgspec.Struct, frozen=True, kw_only=True, tag="top_up.requ
 
 
 class QuotaExhausted(msgspec.Struct, frozen=True, kw_only=True, tag="quota.exhausted"):
-    """A request was refused or stopped for want of money, or of a budget: once until a grant, or a new window.
+    """A request was refused or stopped for want of money, or of a budget.
+
+    Once until a grant (or what an invoice gives back), or until a new window or a change of the budget.
 
     `budget` is the budget's name, empty where the balance was at its end; `quota` as in `billing/quotas.py`.
     """
@@ -138,10 +142,18 @@ class Account:
         self.exhausted: set[str] = set()  # quotas that are known to be at their end
 
 
+class Spender(NamedTuple):
+    """Whose request it is: what decides which quotas it spends of."""
+
+    tenant: str
+    key_id: str = ""
+    adapter: str = ""
+
+
 class Pending(msgspec.Struct, frozen=True):
     """A charge that memory knows and the log does not yet."""
 
-    tenant: str
+    who: Spender
     amount: int
     event_hash: str
     quotas: Quotas = ()
@@ -158,6 +170,12 @@ class Unrated(msgspec.Struct, frozen=True, kw_only=True):
     ts_us: int
     reason: str
     endpoint: str = ""
+    images: int = 0
+    audio_ms: int = 0
+
+
+Applying = Callable[[str, str, str, int], "Quotas"]
+"""`QuotaBook.applying`: what a request of a tenant, key and adapter spends of when it begins at a time."""
 
 
 class Ledger:
@@ -169,6 +187,9 @@ class Ledger:
         self.moved: set[str] = set()  # tenants whose balance changed since `due` was told
         self.expiring: dict[str, str] = {}  # grants whose expiry is to come → tenant
         self.answered: set[str] = set()  # top-ups that a grant has answered
+        self.unleased: set[str] = (
+            set()
+        )  # tenants of which something went that was on no gateway's lease; the shell empties it
         self.pending: dict[str, Pending] = {}
         self.unrated: dict[str, Unrated] = {}
         self._recent: OrderedDict[str, str] = OrderedDict()
@@ -189,9 +210,12 @@ class Ledger:
                 account.expired += int(amount)
                 self.expiring.pop(id, None)
                 self.moved.add(tenant)
+                self.unleased.add(tenant)
             case UsageRated():
                 self._recorded(fact.event_id, fact.event_hash)
                 self._charged(fact.tenant, int(fact.amount_femto), fact.ts_us)
+                if not fact.gateway:
+                    self.unleased.add(fact.tenant)
                 self.unrated.pop(fact.event_id, None)
             case UsageUnrated(event=event):
                 self._recorded(event.event_id, fact.event_hash)
@@ -203,17 +227,32 @@ class Ledger:
                     ts_us=event.ts_us,
                     reason=fact.reason,
                     endpoint=event.endpoint,
+                    images=event.images,
+                    audio_ms=event.audio_ms,
                 )
             case TopUpRequested(tenant=tenant):
                 self.account(tenant).topping_up = fact
             case QuotaExhausted(tenant=tenant, quota=quota):
-                self.account(tenant).exhausted.add(quota)
+                self._exhausted(self.account(tenant), quota)
+
+    def _exhausted(self, account: Account, quota: str) -> None:
+        """Told once: of a budget its newest windows are remembered, so no more than one for each that stands."""
+        budget, _, _ = quota.rpartition(":")
+        if quota.startswith(BUDGET):
+            account.exhausted -= {one for one in account.exhausted if one.startswith(f"{budget}:") and one < quota}
+        account.exhausted.add(quota)
+
+    def budget_changed(self, tenant: str, budget_id: str) -> None:
+        """It may be reached again, and is told again then; what it leaves is another sum than what was leased of."""
+        account = self.account(tenant)
+        account.exhausted -= {one for one in account.exhausted if one.startswith(f"{BUDGET}{budget_id}:")}
+        self.unleased.add(tenant)
 
     def _granted(self, grant: Grant) -> None:
         account = self.account(grant.tenant)
         account.granted += parse_amount(grant.amount)
         account.credit.add(grant)
-        account.exhausted.clear()
+        account.exhausted.discard(f"{BALANCE}{grant.tenant}")
         if grant.expires_us is not None:
             self.expiring[grant.id] = grant.tenant
         if grant.top_up:
@@ -236,6 +275,7 @@ class Ledger:
 
     def true_up(self, tenant: str, amount: int, ts_us: int) -> None:
         """Book what an invoice asks beyond the charges of its usage; below 0 it gives back."""
+        self.unleased.add(tenant)
         if amount >= 0:
             self._charged(tenant, amount, ts_us)
             return
@@ -244,6 +284,7 @@ class Ledger:
         forgiven = min(account.owed, -amount)
         account.owed -= forgiven
         account.credit.debt += amount + forgiven
+        account.exhausted.discard(f"{BALANCE}{tenant}")
         self.moved.add(tenant)
 
     def told(self) -> None:
@@ -273,13 +314,25 @@ class Ledger:
         return pending.event_hash if pending else self._recent.get(event_id)
 
     def settle(
-        self, event_id: str, event_hash: str, tenant: str, amount: int, quotas: Quotas = (), ts_us: int = 0
+        self, event_id: str, event_hash: str, who: Spender, amount: int, quotas: Quotas = (), ts_us: int = 0
     ) -> None:
         """Charge memory, and the quotas it spends of, for an event that the log does not know yet."""
-        self.pending[event_id] = Pending(tenant, amount, event_hash, quotas, ts_us)
-        self.account(tenant).pending += amount
+        self.pending[event_id] = Pending(who, amount, event_hash, quotas, ts_us)
+        self.account(who.tenant).pending += amount
         for quota in quotas:
             quota.pending += amount
+
+    def attach(self, tenants: Collection[str], applying: Applying) -> None:
+        """Count what is settled and not recorded against the quotas that apply now."""
+        for event_id, pending in self.pending.items():
+            if pending.who.tenant not in tenants:
+                continue
+            quotas = applying(*pending.who, pending.ts_us)
+            for quota in pending.quotas:
+                quota.pending -= pending.amount
+            for quota in quotas:
+                quota.pending += pending.amount
+            self.pending[event_id] = msgspec.structs.replace(pending, quotas=quotas)
 
     def balance(self, tenant: str, currency: str, now_us: int) -> Balance:
         account = self.account(tenant)
@@ -297,7 +350,7 @@ class Ledger:
     def _recorded(self, event_id: str, event_hash: str) -> None:
         pending = self.pending.pop(event_id, None)
         if pending is not None:
-            self.account(pending.tenant).pending -= pending.amount
+            self.account(pending.who.tenant).pending -= pending.amount
             for quota in pending.quotas:
                 quota.pending -= pending.amount
         self._recent[event_id] = event_hash

@@ -5,34 +5,45 @@ so what it may still cost is the least of them. `committed` is what this process
 recorded yet. A process alone on its ledger may commit all that the books leave; one of several may commit its lease
 (`billing/leases.py`): a part of the quota that is its own until it gives it back, and of which no other one spends.
 
-In memory. Knows the monotonic clock, for a lease that was not renewed in time. Does not know: prices, the store, who
-the others are.
+What lowers what the books leave and takes nothing from a lease (a smaller budget, a true-up, usage that was rated
+late) makes what is leased and idle void until the lease was fitted anew: several may have leased more than is left.
+
+In memory. Knows a clock that goes on while the machine sleeps, for a lease that was not renewed in time. Does not know:
+prices, the store, who the others are.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from billing.accounts import Accounts, BillingMode
 from billing.budgets import Budget, Budgets
-from billing.ledger import Ledger, UsageRated
+from billing.ledger import BALANCE, BUDGET, Ledger, UsageRated
 
-BALANCE, BUDGET = "balance", "budget"
 NO_LIMIT = 1 << 200
 
 
+def elapsed_s() -> float:
+    """Seconds since some instant: no step of the clock moves them, and they pass while the machine is suspended."""
+    return time.clock_gettime(_CLOCK)
+
+
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the latter stands still in a suspended Linux
+
+
 class Fence:
-    """From this monotonic time on the leases of this process may be others': until they are renewed."""
+    """From this time on, by `elapsed`, the leases of this process may be others': until they are renewed."""
 
-    __slots__ = ("from_s",)
+    __slots__ = ("_elapsed", "from_s")
 
-    def __init__(self) -> None:
+    def __init__(self, elapsed: Callable[[], float]) -> None:
+        self._elapsed = elapsed
         self.from_s = float("inf")
 
     @property
     def closed(self) -> bool:
-        return time.monotonic() >= self.from_s
+        return self._elapsed() >= self.from_s
 
 
 class Quota:
@@ -98,12 +109,14 @@ def least(quotas: Iterable[Quota], now_us: int) -> tuple[int, Quota | None]:
 class QuotaBook:
     """The quotas that this process has met, by id."""
 
-    def __init__(self, accounts: Accounts, ledger: Ledger, budgets: Budgets) -> None:
+    def __init__(
+        self, accounts: Accounts, ledger: Ledger, budgets: Budgets, elapsed: Callable[[], float] = elapsed_s
+    ) -> None:
         self._accounts = accounts
         self._ledger = ledger
         self._budgets = budgets
         self._by_id: dict[str, Quota] = {}
-        self.fence = Fence()
+        self.fence = Fence(elapsed)
         self.leased = False  # whether a new one begins with a lease of nothing
 
     def applying(self, tenant_id: str, key_id: str, adapter: str, ts_us: int) -> Quotas:
@@ -122,17 +135,16 @@ class QuotaBook:
 
     def met(self, budget_id: str, window: str) -> Quota | None:
         """A budget's quota, if a request has spent of it here."""
-        return self._by_id.get(f"{BUDGET}:{budget_id}:{window}")
+        return self._by_id.get(f"{BUDGET}{budget_id}:{window}")
 
     def all(self) -> list[Quota]:
         return list(self._by_id.values())
 
     def find(self, quota_id: str) -> Quota:
         """The quota of an id, met here or not."""
-        kind, rest = quota_id.split(":", 1)
-        if kind == BALANCE:
-            return self._balance(rest)
-        budget_id, label = rest.rsplit(":", 1)
+        if quota_id.startswith(BALANCE):
+            return self._balance(quota_id.removeprefix(BALANCE))
+        budget_id, label = quota_id.removeprefix(BUDGET).rsplit(":", 1)
         budget = self._budgets.find(budget_id)
         tenant, name = ("", "") if budget is None else (budget.tenant, budget.name)
         return self._by_id.get(quota_id) or self._made(quota_id, tenant, name, lambda _: self._left(budget_id, label))
@@ -143,6 +155,12 @@ class QuotaBook:
         for quota in self.applying(fact.tenant, fact.key_id, fact.adapter, fact.ts_us):
             if quota.lease is not None:
                 quota.lease = max(quota.lease - amount, 0)
+
+    def unfit(self, tenants: Collection[str]) -> None:
+        """The books leave these tenants another sum: what is leased and idle is void until it was fitted anew."""
+        for quota in self._by_id.values():
+            if quota.lease is not None and quota.tenant in tenants:
+                quota.until_us = 0
 
     def prune(self) -> None:
         """Let go of what nothing is committed under and nothing leased: windows that are over, tenants that left."""
@@ -157,7 +175,7 @@ class QuotaBook:
 
     def until_us(self, quota: Quota, now_us: int) -> int:
         """How long the books leave at least what they do now: until the next grant expires."""
-        if not quota.id.startswith(f"{BALANCE}:"):
+        if not quota.id.startswith(BALANCE):
             return NO_LIMIT
         return self._ledger.account(quota.tenant).credit.next_expiry_us(now_us) or NO_LIMIT
 
@@ -168,11 +186,11 @@ class QuotaBook:
             del self._by_id[quota_id]
 
     def _balance(self, tenant_id: str) -> Quota:
-        id = f"{BALANCE}:{tenant_id}"
+        id = f"{BALANCE}{tenant_id}"
         return self._by_id.get(id) or self._made(id, tenant_id, "", self._ledger.account(tenant_id).credit.spendable)
 
     def _budget(self, budget: Budget, label: str) -> Quota:
-        id = f"{BUDGET}:{budget.id}:{label}"
+        id = f"{BUDGET}{budget.id}:{label}"
         return self._by_id.get(id) or self._made(id, budget.tenant, budget.name, lambda _: self._left(budget.id, label))
 
     def _left(self, budget_id: str, label: str) -> int:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from billing.money import cost
 from billing.prices import PriceVersion, Rate, TokenClass
-from metering.events import UsageEvent
 
 MUST_BE_PRICED = (TokenClass.IMAGE, TokenClass.AUDIO_SECOND)
 
@@ -42,7 +41,16 @@ def amount_femto(usage: Counted, rate: Rate) -> int:
     return sum(cost(tokens, rate.of(token_class)) for token_class, tokens in quantities(usage).items())
 
 
-def unpriced(event: UsageEvent, price: PriceVersion) -> TokenClass | None:
+class Media(Protocol):
+    """What a request has that no token stands for."""
+
+    @property
+    def images(self) -> int: ...
+    @property
+    def audio_ms(self) -> int: ...
+
+
+def unpriced(event: Media, price: PriceVersion) -> TokenClass | None:
     """A class that the request has, that must have a price, and has none."""
     if not (event.images or event.audio_ms):
         return None

@@ -9,7 +9,7 @@ from billing.books import new_event
 from billing.errors import Conflict, InsufficientCredits, LeaseLost, NotFound, TenantSuspended
 from billing.grants import PRIORITY, CreditGranted, Grant, GrantState, check_grant
 from billing.holds import Hold, missing
-from billing.ledger import Balance
+from billing.ledger import Balance, Spender
 from billing.money import cost, format_amount, parse_amount
 from billing.prices import Rate
 from billing.service.shell import PAGE_MAX, Idempotency, Shell, page
@@ -107,8 +107,9 @@ class CreditService(Shell):
             ts_us = now_us if ts_us is None else ts_us
             quotas = self._quotas.applying(tenant_id, key_id, adapter, ts_us)
             try:
+                who = Spender(tenant_id, key_id, adapter)
                 return self._holds.open(
-                    tenant_id, request_id, quotas, rate, prompt_tokens, want_tokens, ts_us=ts_us, now_us=now_us
+                    who, request_id, quotas, rate, prompt_tokens, want_tokens, ts_us=ts_us, now_us=now_us
                 )
             except InsufficientCredits as error:
                 if self._quotas.fence.closed:

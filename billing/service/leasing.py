@@ -12,13 +12,12 @@ thread.
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 import structlog
 
-from billing.leases import Holder, Lease, LeaseTable
+from billing.leases import ALIVE_US, Holder, Lease, LeaseTable
 from billing.quotas import Quota
 from billing.service.notices import NoticeService
 
@@ -28,6 +27,10 @@ FIRST_SLICE = 16  # times what is lacking
 EXPIRY_S = 86_400.0
 
 _log = structlog.get_logger(__name__)
+
+
+Gives = Callable[[LeaseTable, int], Collection[str]]
+"""Which quotas' idle parts go back, decided while the log is held: the table and the time are its arguments."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ class LeaseService(NoticeService):
     _holder: Holder | None = None
     _expiry_s = EXPIRY_S
     _slices: dict[str, _Slice]
+    _still: dict[str, tuple[Holder, float]]  # gateway → as it was seen, and since when
 
     def lease_as(self, gateway: str, folder: str, *, expiry_s: float = EXPIRY_S) -> None:
         """From now on commit only what is leased. All that the folder's last server left must be recorded by now.
@@ -75,7 +79,7 @@ class LeaseService(NoticeService):
         """
         with self._writing, self._store.exclusive() as log:
             self._catch_up_as_writer(log)
-            began_s, now_us = time.monotonic(), self._clock()
+            began_s, now_us = self._elapsed(), self._clock()
             table = LeaseTable(log.connection)
             table.leave_folder(folder)
             table.leave(gateway)
@@ -83,7 +87,7 @@ class LeaseService(NoticeService):
             holder = Holder(gateway, folder, secrets.token_hex(8), now_us, self._expires_us(now_us), now_us)
             table.enter(holder)
             with self._state:
-                self._holder, self._gateway, self._slices = holder, gateway, {}
+                self._holder, self._gateway, self._slices, self._still = holder, gateway, {}, {}
                 self._quotas.fence.from_s = self._fenced_from_s(began_s)
                 self._quotas.lease_all()
 
@@ -103,16 +107,26 @@ class LeaseService(NoticeService):
         Raises `LedgerUnavailable`; what was given is then lost to this process until the next exchange of that quota,
         and nothing is taken.
         """
+        return self._exchange(asks, lambda *_: gives)
+
+    def tend(self) -> None:
+        """Every few seconds: say that this process is alive, and give back what others want or nobody uses here."""
+        self._exchange({}, self._goes_back)
+
+    def _exchange(self, asks: Mapping[str, Ask], gives: Gives) -> dict[str, Answer]:
+        """One transaction that has the log for itself, so nobody takes this process's leases while it renews them."""
         if self._holder is None:
             return {}
         with self._writing:
-            began_s = time.monotonic()
+            began_s = self._elapsed()
             with self._store.exclusive() as log:
                 self._catch_up_as_writer(log)
                 now_us, table = self._clock(), LeaseTable(log.connection)
                 lost = self._renewed(table, now_us)
-                deals = self._deals({*asks, *gives, *lost}, {*gives, *lost}, now_us)
+                giving = {*gives(table, now_us), *lost}
+                deals = self._deals({*asks, *giving}, giving, now_us)
                 holders = table.holders()
+                self._watch(holders)
                 for id, deal in deals.items():
                     self._deal(table, deal, asks.get(id), holders, now_us)
             with self._state:
@@ -120,27 +134,6 @@ class LeaseService(NoticeService):
                 for deal in deals.values():
                     self._dealt(deal, now_us)
         return {id: Answer(deals[id].took, deals[id].waits) for id in asks}
-
-    def tend(self) -> None:
-        """Every few seconds: say that this process is alive, and give back what others want or nobody uses here."""
-        holder = self._holder
-        if holder is None:
-            return
-        began_s = time.monotonic()
-        with self._state:
-            now_us = self._clock()
-            renewed = self._renewal(holder, now_us)
-            idle = [quota.id for quota in self._quotas.all() if self._goes_back(quota, now_us)]
-        with self._store.connected(write=True) as connection:
-            table = LeaseTable(connection)
-            stands = table.renew(renewed)
-            wanted = table.wanted_from(holder.gateway, now_us)
-        with self._state:
-            if stands:
-                self._quotas.fence.from_s = self._fenced_from_s(began_s)
-            idle += [id for id in wanted if (quota := self._quotas.get(id)) is not None and quota.idle]
-        if idle or not stands:
-            self.exchange({}, idle)
 
     def give_what_is_wanted(self) -> None:
         """Give back what lies idle here and another gateway is short of. Touches no disk where nothing lies idle."""
@@ -157,7 +150,8 @@ class LeaseService(NoticeService):
     def retire(self) -> None:
         """This process admits nothing more: give back all that is idle, and leave if nothing is committed.
 
-        What is settled and not recorded keeps its lease, until the folder's next server has recorded it.
+        What is settled and not recorded keeps its lease, and the grants that pay for it do not expire, until the
+        folder's next server has recorded it.
         """
         holder = self._holder
         if holder is None:
@@ -167,14 +161,15 @@ class LeaseService(NoticeService):
         self.exchange({}, ids)
         with self._state:
             committed = any(quota.committed for quota in self._quotas.all())
-        if not committed:
-            with self._store.connected(write=True) as connection:
-                LeaseTable(connection).leave(holder.gateway)
+            open_ = len(self._holds) > 0 or bool(self._books.ledger.pending)
+        if not committed and not open_:
+            with self._store.exclusive() as log:
+                LeaseTable(log.connection).leave(holder.gateway)
 
     def end_leases(self, folder: str) -> None:
         """All that was ever settled on a data folder is recorded, and nobody serves on it: its leases are nobody's."""
-        with self._store.connected(write=True) as connection:
-            LeaseTable(connection).leave_folder(folder)
+        with self._store.exclusive() as log:
+            LeaseTable(log.connection).leave_folder(folder)
 
     # -- how much ---------------------------------------------------------------------------------
 
@@ -197,6 +192,10 @@ class LeaseService(NoticeService):
         quota, mine = deal.quota, self._holder.gateway
         others = [lease for lease in table.of_quota(quota.id).values() if lease.gateway != mine]
         free = quota.left_at(now_us) - sum(lease.amount for lease in others) - deal.keep
+        if free < 0:  # together more is leased than the books leave: nothing that is not committed may stay
+            with self._state:
+                free += deal.keep - quota.committed
+                deal.keep = quota.lease = quota.committed
         if ask is not None and free < ask.least:
             free += self._expired(table, others, holders, now_us)
             others = [lease for lease in others if lease.gateway in table.holders()]
@@ -247,9 +246,25 @@ class LeaseService(NoticeService):
         if not quota.lease:
             self._slices.pop(quota.id, None)
 
-    def _goes_back(self, quota: Quota, now_us: int) -> bool:
-        """Whether its idle part is of no use here: nothing was taken of it for long, or it may not be used any more."""
-        return bool(quota.idle) and (now_us - quota.used_us >= IDLE_US or now_us >= quota.until_us)
+    def _goes_back(self, table: LeaseTable, now_us: int) -> list[str]:
+        """Leases that are to be fitted anew.
+
+        Another gateway wants some of it, nothing was taken of it for long, what is idle may not be used any more or is
+        more than there is, or more is committed than leased (of a budget that was set meanwhile).
+        """
+        assert self._holder is not None
+        wanted, sums = table.wanted_from(self._holder.gateway, now_us), table.sums()
+        with self._state:
+            return [quota.id for quota in self._quotas.all() if self._is_unfit(quota, wanted, sums, now_us)]
+
+    def _is_unfit(self, quota: Quota, wanted: Collection[str], sums: Mapping[str, int], now_us: int) -> bool:
+        if quota.lease is not None and quota.committed > quota.lease:
+            return True
+        if not quota.idle:
+            return False
+        if quota.id in wanted or now_us >= quota.until_us or sums.get(quota.id, 0) > quota.left_at(now_us):
+            return True
+        return not 0 <= now_us - quota.used_us < IDLE_US  # used in the future: the clock was put back
 
     # -- who --------------------------------------------------------------------------------------
 
@@ -280,11 +295,24 @@ class LeaseService(NoticeService):
         freed = 0
         for lease in others:
             holder = holders.get(lease.gateway)
-            if holder is None or holder.expires_us <= now_us:
+            if holder is None or (holder.expires_us <= now_us and self._is_still(holder)):
                 _log.warning("lease_expired", gateway=lease.gateway, quota=lease.quota, amount_femto=str(lease.amount))
                 table.leave(lease.gateway)
                 freed += lease.amount
         return freed
+
+    def _watch(self, holders: Mapping[str, Holder]) -> None:
+        """Note when each was first seen as it is now, by a clock that no step moves."""
+        now_s = self._elapsed()
+        before = self._still
+        self._still = {}
+        for id, holder in holders.items():
+            seen = before.get(id)
+            self._still[id] = seen if seen is not None and seen[0] == holder else (holder, now_s)
+
+    def _is_still(self, holder: Holder) -> bool:
+        """Whether it was silent while this process looked on: no clock that is put forward makes leases free."""
+        return self._elapsed() - self._still[holder.gateway][1] >= ALIVE_US / 1e6
 
     def _expires_us(self, now_us: int) -> int:
         return now_us + int(self._expiry_s * 1_000_000)

@@ -25,7 +25,7 @@ from billing.checks import Faults
 from billing.errors import IdempotencyConflict, Invalid
 from billing.holds import Holds
 from billing.ledger import UsageRated, UsageUnrated
-from billing.quotas import QuotaBook
+from billing.quotas import QuotaBook, elapsed_s
 from billing.signer import Signer
 from billing.steps import NO_DUNNING, Policy
 from billing.store import EventStore, Log, NewEvent, StoredEvent
@@ -69,6 +69,7 @@ class Shell:
         clock: Callable[[], int] = now_us,
         new_id: Callable[[str], str] = new_id,
         price_lead_us: int = PRICE_LEAD_US,
+        elapsed: Callable[[], float] = elapsed_s,
         signer: Signer | None = None,
         dunning: Policy = NO_DUNNING,
     ) -> None:
@@ -82,7 +83,8 @@ class Shell:
         self._state = threading.RLock()
         self._books = Books()
         self._holds = Holds(self._books.ledger)
-        self._quotas = QuotaBook(self._books.accounts, self._books.ledger, self._books.budgets)
+        self._quotas = QuotaBook(self._books.accounts, self._books.ledger, self._books.budgets, elapsed)
+        self._elapsed = elapsed
         self._wanting: set[str] = set()  # quotas at whose end a request was refused or stopped
         self._gateway = ""  # whose leases these are; empty: this process may commit all that the books leave
         self._alarms: Counter[str] = Counter()
@@ -135,6 +137,16 @@ class Shell:
                         self._holds.release(event_id)  # recorded before it was settled here
                 if isinstance(fact, UsageRated) and self._gateway and fact.gateway == self._gateway:
                     self._quotas.recorded(fact)
+            self._fit_anew()
+
+    def _fit_anew(self) -> None:
+        """What is left to some tenants is another sum than was leased of; what runs counts in it. `_state` is held."""
+        tenants = self._books.ledger.unleased
+        if tenants:
+            self._holds.attach(tenants, self._quotas.applying)
+            self._books.ledger.attach(tenants, self._quotas.applying)
+            self._quotas.unfit(tenants)
+            tenants.clear()
 
     def _command(
         self,

@@ -18,7 +18,7 @@ from billing.books import fact_of, new_event
 from billing.charges import Priced, move, rate
 from billing.errors import LedgerUnavailable, NoPrice
 from billing.leases import LeaseTable
-from billing.ledger import Unrated, UsageRated, UsageUnrated
+from billing.ledger import Spender, Unrated, UsageRated, UsageUnrated
 from billing.positions import Positions
 from billing.prices import PriceVersion
 from billing.rating import unpriced
@@ -121,7 +121,12 @@ class UsageService(NoticeService):
         """The first that wait for nothing but to be rated: the book has their price."""
         with self._state:
             waiting = (one for one in self._books.ledger.unrated.values() if one.reason == NO_PRICE)
-            return list(itertools.islice((one for one in waiting if self._price(one, known_us)), limit))
+            return list(itertools.islice((one for one in waiting if self._has_price(one, known_us)), limit))
+
+    def _has_price(self, unrated: Unrated, known_us: int) -> bool:
+        """Whether the book has a price for all that it must be charged for; `_state` is held."""
+        price = self._price(unrated, known_us)
+        return price is not None and unpriced(unrated, price) is None
 
     def _record(self, events: Sequence[UsageEvent]) -> None:
         with self._writing:
@@ -178,7 +183,8 @@ class UsageService(NoticeService):
         # Where tiers decide, the charge depends on what is recorded first: until then it is the most it can be.
         fact, amount = found
         quotas = self._quotas.applying(fact.tenant, fact.key_id, fact.adapter, fact.ts_us)
-        self._books.ledger.settle(event.event_id, digest, fact.tenant, amount, quotas, event.ts_us)
+        who = Spender(fact.tenant, fact.key_id, fact.adapter)
+        self._books.ledger.settle(event.event_id, digest, who, amount, quotas, event.ts_us)
         if held is not None and amount > held:
             self._alarm("hold_exceeded", event.event_id)
 

@@ -14,7 +14,7 @@ from billing.accounts import Accounts, Tenant, TenantCreated
 from billing.budgets import Budgets
 from billing.errors import InsufficientCredits, NoPrice
 from billing.holds import Holds
-from billing.ledger import CreditGranted, Grant, Ledger, UsageRated
+from billing.ledger import CreditGranted, Grant, Ledger, Spender, UsageRated
 from billing.money import format_amount
 from billing.prices import PriceBook, PriceSet, PriceVersion, Rate
 from billing.quotas import QuotaBook
@@ -154,10 +154,10 @@ class Till(RuleBasedStateMachine):
         needed = prompt * rate.dearest_prompt() + min(want, 1) * rate.completion
         if needed > before:
             with pytest.raises(InsufficientCredits):
-                self.holds.open("t", id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
+                self.holds.open(Spender("t"), id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
             assert self.balance.available(1) == before
             return
-        hold = self.holds.open("t", id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
+        hold = self.holds.open(Spender("t"), id, self.quotas, rate, prompt, want, ts_us=1, now_us=1)
         assert min(want, 1) <= hold.covered_tokens <= want
         if not hold.complete:
             assert self.balance.available(1) < rate.completion  # not one token more was affordable
@@ -193,7 +193,7 @@ class Till(RuleBasedStateMachine):
         one = event(computed, cached, sampled, id)
         amount = amount_femto(one, self.rate_of[id])
         assert amount <= self.holds.release(id)
-        self.ledger.settle(id, "h", "t", amount, self.quotas)
+        self.ledger.settle(id, "h", Spender("t"), amount, self.quotas)
         self.billed += amount
         self.settled.append((one, amount))
 

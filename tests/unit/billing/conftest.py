@@ -65,6 +65,7 @@ class House:
         self.url = url
         self.folder = folder
         self.clock = Clock()
+        self.elapsed_s = 1000.0  # what no step of the clock moves
         self.numbers = itertools.count(1)
         self.opened: list[Billing] = []
         self.billing = self.open()
@@ -73,7 +74,14 @@ class House:
     def open(self) -> Billing:
         """Another process on the same ledger."""
         signer = Signer(self.folder / "signing.key", "house")
-        billing = Billing(EventStore(self.url), base_model="base", clock=self.clock, price_lead_us=0, signer=signer)
+        billing = Billing(
+            EventStore(self.url),
+            base_model="base",
+            clock=self.clock,
+            price_lead_us=0,
+            elapsed=lambda: self.elapsed_s,
+            signer=signer,
+        )
         self.opened.append(billing)
         return billing
 

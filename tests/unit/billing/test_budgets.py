@@ -217,6 +217,30 @@ def test_a_quota_at_its_end_is_told_once(house: Any) -> None:
     assert [house.billing.notice(), house.restart().notice(), ends()] == [1, 0, 2]
 
 
+def test_a_budgets_end_is_told_again_in_the_next_window_and_after_it_was_changed(house: Any) -> None:
+    house.billing.grant_credit("acme", "1", "usd", "plenty")
+    made = budget(house)
+
+    def at_its_end() -> int:
+        with pytest.raises(InsufficientCredits) as caught:
+            house.billing.open_hold("acme", "r", quote(house), 1000, 0)
+        house.billing.exhausted(caught.value.quota)
+        return int(house.billing.notice())
+
+    for _ in range(5):
+        assert [at_its_end(), at_its_end()] == [1, 0]
+        house.clock.now_us += DAY_US
+    assert len(house.billing._books.ledger.account("acme").exhausted) == 1  # not one for each day
+    assert at_its_end() == 1
+    house.billing.change_budget(made.id, amount="0.000200")
+    house.restart()
+    assert [at_its_end(), at_its_end()] == [1, 0]
+    house.billing.grant_credit("acme", "1", "usd", "more")
+    assert at_its_end() == 0  # it is the budget that is at its end
+    house.billing.remove_budget(made.id)
+    assert house.billing._books.ledger.account("acme").exhausted == set()
+
+
 def test_old_windows_are_let_go(house: Any) -> None:
     house.billing.grant_credit("acme", "1", "usd", "plenty")
     made = budget(house)

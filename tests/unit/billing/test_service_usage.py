@@ -190,6 +190,18 @@ def test_usage_that_no_price_reaches_does_not_keep_the_rest_from_being_rated(
     assert house.billing.unrated_count() == house.restart().unrated_count() == 3
 
 
+def test_images_that_no_price_reaches_do_not_keep_the_rest_from_being_rated(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("billing.service.usage.RATE_BATCH", 2)
+    house.billing.create_tenant(id="euro", name="Euro", currency="eur")
+    media = [{"images": 1}, {"audio_ms": 5}, {"images": 2}]
+    house.billing.record([house.event(tenant="euro", **more) for more in [*media, {}, {}, {}]])
+    house.set_price(currency="eur")
+    assert [house.billing.rate_unrated() for _ in range(3)] == [2, 1, 0]
+    assert [house.billing.unrated_count(), house.restart().rate_unrated()] == [3, 0]
+
+
 def test_unrated_usage_is_listed_page_by_page_and_by_tenant(house: Any) -> None:
     house.billing.create_tenant(id="euro", name="Euro", currency="eur")
     events = [house.event(tenant="euro") for _ in range(3)]
