@@ -40,7 +40,7 @@ Cell = tuple[str, str]
 """Model and class: what a discount can be for."""
 
 
-class _Span(msgspec.Struct):
+class Span(msgspec.Struct):
     """One invoice's period, and what stands and is new for it."""
 
     period: Period
@@ -60,7 +60,7 @@ def ask(
 ) -> list[InvoiceLine]:
     """The listed lines and what follows from them, tax apart, not rounded yet. `earlier`: all of the tenant's."""
     lines = list(listed)
-    for span in _spans(period, listed, terms, earlier):
+    for span in spans_of(period, listed, terms, earlier):
         lines += _of_span(span)
     lines += _carry(period, lines, earlier)
     return lines
@@ -92,16 +92,16 @@ def carried_femto(invoices: Sequence[Invoice]) -> Fraction:
 # -- spans -----------------------------------------------------------------------------------------------------------
 
 
-def _spans(
+def spans_of(
     period: Period, listed: Sequence[InvoiceLine], terms: InvoiceTerms, earlier: Sequence[Invoice]
-) -> list[_Span]:
+) -> list[Span]:
     """This invoice's own, and each that it has late lines for, in order of time."""
     standing = [one for one in earlier if one.status is not InvoiceStatus.VOID]
-    own = _Span(period, terms, "")
-    spans = {one.id: _Span(_period(one), one.terms, one.id) for one in standing}
+    own = Span(period, terms, "")
+    spans = {one.id: Span(_period(one), one.terms, one.id) for one in standing}
     by_id = {one.id: one for one in earlier}
 
-    def home(line: InvoiceLine, on: Invoice | None) -> _Span | None:
+    def home(line: InvoiceLine, on: Invoice | None) -> Span | None:
         """Whose period the line is for; a void invoice's is that of the one which has its period now."""
         of = by_id.get(line.late_of) if line.late_of else on
         if of is None:
@@ -126,7 +126,7 @@ def _period(invoice: Invoice) -> Period:
     return Period(start_us=invoice.period_start_us, end_us=invoice.period_end_us)
 
 
-def _of_span(span: _Span) -> Iterator[InvoiceLine]:
+def _of_span(span: Span) -> Iterator[InvoiceLine]:
     left: dict[Cell, Fraction] = defaultdict(Fraction)
     for line in [*span.standing, *span.new]:
         if line.kind in LISTED:
@@ -166,7 +166,7 @@ def _of_span(span: _Span) -> Iterator[InvoiceLine]:
         )
 
 
-def _discounts(span: _Span) -> Iterator[Discount]:
+def _discounts(span: Span) -> Iterator[Discount]:
     """Those of the terms; then those of which something is booked, though the terms do not have them any more."""
     yield from span.terms.discounts
     gone = {line.term: line for line in span.standing if line.kind is LineKind.DISCOUNT}

@@ -19,9 +19,12 @@ from typing import Any
 
 import msgspec
 
-from billing.invoice import Invoice, InvoiceLine, InvoiceStatus
+from billing.asked import Span, spans_of
+from billing.invoice import Invoice, InvoiceStatus
+from billing.line import LISTED, InvoiceLine, LineKind
 from billing.lines import Group, booked_lines
 from billing.money import exact_text, minor_digits
+from billing.periods import Period
 from billing.prices import PriceBook, PriceVersion
 from billing.terms import InvoiceTerms
 
@@ -37,6 +40,8 @@ LINE_FIELDS = frozenset(
 )
 """Of a line these always stand; those that came later only where they say something."""
 
+AGREED = (LineKind.DISCOUNT, LineKind.COMMITMENT)
+
 
 def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -> Document:
     """The document of an invoice that has a basis.
@@ -47,7 +52,9 @@ def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -
     if invoice.basis is None:
         raise ValueError(f"{invoice.id} has no basis")
     basis = invoice.basis
-    booked = _booked(invoice, prices, invoices)
+    earlier = _as_it_stood(invoice, invoices)
+    spans = _spans(invoice, earlier)
+    booked = _booked(invoice, prices, earlier, spans)
     named = {*basis.price_ids, *(one.price_id for one in invoice.lines), *(line.price_id for _, line in booked)}
     said: Document = {
         "version": VERSION,
@@ -76,6 +83,8 @@ def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -
     }
     if invoice.terms != InvoiceTerms():
         said["terms"] = msgspec.to_builtins(invoice.terms)
+    if spans:
+        said["spans"] = [_span(span) for span in spans]
     plain: Document = json.loads(canonical(said))  # lists where there were tuples: what everybody else reads
     return plain
 
@@ -91,23 +100,60 @@ def content_hash_of(document: Document) -> str:
     return hashlib.sha256(canonical(document)).hexdigest()
 
 
-def _booked(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -> list[tuple[str, InvoiceLine]]:
-    """The lines of invoices that stood at the cut and share tiers with this one's, each with its invoice's id."""
-    standing = InvoiceStatus.FINALIZED  # then, whatever became of them
-    earlier = [
-        msgspec.structs.replace(one, status=standing)
+def _as_it_stood(invoice: Invoice, invoices: Sequence[Invoice]) -> list[Invoice]:
+    """The tenant's earlier invoices with the states that they had at the cut, as far as they matter: void or not."""
+    return [
+        msgspec.structs.replace(
+            one, status=InvoiceStatus.FINALIZED if one.stood_at(invoice.cut_seq) else InvoiceStatus.VOID
+        )
         for one in invoices
-        if one.id != invoice.id and one.stood_at(invoice.cut_seq)
+        if one.id != invoice.id and one.cut_seq < invoice.cut_seq
     ]
+
+
+def _spans(invoice: Invoice, earlier: Sequence[Invoice]) -> list[Span]:
+    """The periods that discounts and minimums are computed for; none where there are no such terms."""
+    period = Period(start_us=invoice.period_start_us, end_us=invoice.period_end_us)
+    spans = spans_of(period, [line for line in invoice.lines if line.kind in LISTED], invoice.terms, earlier)
+    agreed = any(
+        span.terms.discounts or span.terms.commitment or any(line.kind in AGREED for line in span.standing)
+        for span in spans
+    )
+    return spans if agreed else []
+
+
+def _span(span: Span) -> Document:
+    said: Document = {
+        "late_of": span.late_of,
+        "start_us": span.period.start_us,
+        "end_us": span.period.end_us,
+        "terms": msgspec.to_builtins(span.terms),
+        "new": [line.id for line in span.new],
+        "standing": [line.id for line in span.standing],
+    }
+    return said
+
+
+def _booked(
+    invoice: Invoice, prices: PriceBook, earlier: Sequence[Invoice], spans: Sequence[Span]
+) -> list[tuple[str, InvoiceLine]]:
+    """The lines of invoices that stood at the cut which this one's hang on, each with its invoice's id: those that
+    share tiers, those of a span with terms, and what was put off."""
     shared = {
         Group(line.period_start_us, prices.versions[line.price_id].slot, line.unit_class)
         for line in invoice.lines
         if line.tiers
     }
-    invoice_of = {line.id: one.id for one in earlier for line in one.lines}
-    lines = booked_lines(earlier, prices)
-    found = {line.id: line for group, of_group in lines.items() if group in shared for line in of_group}
-    return [(id, found[line_id]) for line_id, id in invoice_of.items() if line_id in found]
+    tiered = booked_lines(earlier, prices)
+    wanted = {line.id for group, of_group in tiered.items() if group in shared for line in of_group}
+    wanted |= {line.id for span in spans for line in span.standing}
+    return [
+        (one.id, line)
+        for one in earlier
+        if one.status is not InvoiceStatus.VOID
+        for line in one.lines
+        if line.id in wanted or line.kind is LineKind.CARRY
+    ]
 
 
 def _line(line: InvoiceLine) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 
 from billing.accounts import Tenant
 from billing.asked import ask, sealed
-from billing.books import fact_of, new_event
+from billing.books import Books, fact_of, new_event
 from billing.checks import Faults
 from billing.document import Document, content_hash_of, document
 from billing.errors import Conflict, Invalid, PeriodNotClosed, UnratedUsage
@@ -135,7 +135,7 @@ class CuttingService(UsageService):
             if unknown := self._unmatched(cut, period, witnesses.unknown()):
                 self.record(unknown)
                 continue
-            for entry, event in witnesses.match_rest(_late_events(tenant_id, cut, witnesses.unseen(), usage)):
+            for entry, event in witnesses.match_rest(late_events(tenant_id, cut, witnesses.unseen(), usage)):
                 taken.add(entry, event, period.start_us)
             if not witnesses.unseen():
                 return cut, taken
@@ -145,12 +145,7 @@ class CuttingService(UsageService):
         """What the ledger has now. Raises `UnratedUsage`."""
         self.refresh()
         with self._state:
-            seq, time_us = self._books.seq, self._clock()
-            tenant, prices = self._books.accounts.tenant(tenant_id), self._books.prices.copy()
-            invoices = self._books.invoices.of(tenant_id)
-            stays = self._books.stays.of(tenant_id)
-            rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
-            terms = self._books.terms.of(tenant_id, period, rule)
+            cut = cut_of(self._books, tenant_id, period, self._clock())
             unrated = [
                 one.event_id
                 for one in self._books.ledger.unrated.values()
@@ -158,16 +153,7 @@ class CuttingService(UsageService):
             ]
         if unrated:
             raise UnratedUsage(f"{len(unrated)} requests of this period have no charge, first {unrated[0]}")
-        return Cut(
-            seq=seq,
-            time_us=time_us,
-            invoices=invoices,
-            tenant=tenant,
-            prices=prices,
-            rule=rule,
-            stays=stays,
-            terms=terms,
-        )
+        return cut
 
     def _entries(self, cut: Cut, period: Period) -> Iterator[Entry]:
         """The tenant's charges at the cut that are of the period, or late for a standing invoice and on none."""
@@ -201,7 +187,23 @@ class CuttingService(UsageService):
                 yield row.seq, fact
 
 
-def _late_events(tenant_id: str, cut: Cut, entries: Sequence[Entry], usage: UsageSource) -> Iterator[UsageEvent]:
+def cut_of(books: Books, tenant_id: str, period: Period, time_us: int) -> Cut:
+    """What the books have for an invoice; later facts do not change it."""
+    tenant = books.accounts.tenant(tenant_id)
+    rule = PeriodRule(anchor_day=tenant.billing_anchor_day, timezone=tenant.timezone)
+    return Cut(
+        seq=books.seq,
+        time_us=time_us,
+        invoices=books.invoices.of(tenant_id),
+        tenant=tenant,
+        prices=books.prices.copy(),
+        rule=rule,
+        stays=books.stays.of(tenant_id),
+        terms=books.terms.of(tenant_id, period, rule),
+    )
+
+
+def late_events(tenant_id: str, cut: Cut, entries: Sequence[Entry], usage: UsageSource) -> Iterator[UsageEvent]:
     """Events of earlier periods, of those that turned up late and some beside them."""
     for invoice in cut.invoices:
         settled = [entry.rated.settled_us for entry in entries if entry.late_of == invoice]

@@ -8,12 +8,13 @@ from billing.books import new_event
 from billing.errors import Conflict
 from billing.invoice import Invoice, InvoiceFinalized, InvoiceStatus
 from billing.service.proving import ProvingService
+from billing.service.replaying import ReplayService
 from billing.service.shell import Idempotency, page
 from billing.service.signing import SigningService
 from billing.store import NewEvent
 
 
-class InvoiceService(ProvingService, SigningService):
+class InvoiceService(ProvingService, ReplayService, SigningService):
     """What a tenant owes."""
 
     def finalize_invoice(self, invoice_id: str, *, idempotency: Idempotency | None = None) -> Invoice:

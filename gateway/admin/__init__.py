@@ -40,6 +40,7 @@ from gateway.admin.idempotency import provide_idempotency
 from gateway.admin.margin import router as margin_router
 from gateway.admin.meters import router as meters_router
 from gateway.admin.query import check_query
+from gateway.admin.replay import router as replay_router
 from gateway.admin.signing import router as signing_router
 from gateway.admin.simulation import router as simulation_router
 from gateway.admin.state import AdminState
@@ -90,6 +91,7 @@ def admin_router(state: AdminState) -> Router:
             margin_router,
             meters_router,
             signing_router,
+            replay_router,
         ],
         dependencies={
             "admin": Provide(provide_admin, sync_to_thread=False),

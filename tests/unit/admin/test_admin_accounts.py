@@ -253,6 +253,7 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/meters": {"get"},
         "/meters/events": {"get"},
         "/meters/events/{identifier}": {"patch"},
+        "/replay": {"get"},
         "/signing-keys": {"post", "get"},
         "/stripe/invoices": {"patch"},
         "/alerts": {"get"},
