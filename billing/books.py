@@ -14,6 +14,7 @@ from billing.accounts import (
     AdapterRemoved,
     KeyCreated,
     KeyRevoked,
+    Tenant,
     TenantCreated,
     TenantUpdated,
 )
@@ -24,7 +25,7 @@ from billing.daily import DailyCharges
 from billing.dunning import DunningEnded, DunningFact, Dunnings, DunningStarted, DunningStepped
 from billing.errors import LedgerCorrupt, LedgerUnavailable
 from billing.grants import CreditGranted, GrantExpired
-from billing.invoice import InvoiceFact, InvoiceFinalized, Invoices, InvoiceStatus, InvoiceVoided
+from billing.invoice import InvoiceDrafted, InvoiceFact, InvoiceFinalized, Invoices, InvoiceStatus, InvoiceVoided
 from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
 from billing.margin import CostRates, CostRateSet
 from billing.money import parse_exact
@@ -101,6 +102,7 @@ class Books:
         self.terms = Terms()
         self.invoices = Invoices()
         self.notes = CreditNotes()
+        self.billed: dict[str, Tenant] = {}  # invoice → its tenant as it was when it was drafted
         self.signing_keys = SigningKeys()
         self.dunnings = Dunnings()
         self.daily = DailyCharges()
@@ -163,6 +165,8 @@ class Books:
             case _:
                 self._true_up(fact)
                 self.invoices.apply(fact, row.seq)
+                if isinstance(fact, InvoiceDrafted):
+                    self.billed[fact.invoice.id] = self.accounts.tenant(fact.invoice.tenant)
                 self.dunnings.follow(fact)
         self.seq, self.hash = row.seq, row.hash
         return fact

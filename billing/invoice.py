@@ -122,10 +122,12 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
         """Of the total, by fixed rates; what Stripe Tax adds is in no total of ours."""
         return sum(line.amount_minor for line in self.lines if line.kind is LineKind.TAX)
 
-    @property
-    def due_minor(self) -> int:
-        """What it asks for and was not paid yet, with the provider's tax; nothing for a draft and a void one."""
-        return self.total_minor + self.provider_tax_minor if self.status in DUE else 0
+    def due_minor(self, credited_minor: int) -> int:
+        """What it asks for and was not paid yet, with the provider's tax and less what its credit notes took back.
+
+        Nothing for a draft and a void one.
+        """
+        return self.total_minor + self.provider_tax_minor - credited_minor if self.status in DUE else 0
 
     def has(self, ts_us: int) -> bool:
         """Whether the instant lies in the period."""

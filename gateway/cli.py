@@ -24,6 +24,7 @@ from gateway.cli_backup import backup_command, restore
 from gateway.cli_credit_note import credit_note_group
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_invoices import INVOICE, invoice_group
+from gateway.cli_money import add_grants, add_statement, budget_commands
 from gateway.cli_price import price_commands
 from gateway.cli_standing import add_suspension, dunning_commands
 from gateway.cli_store import commands as store_commands
@@ -334,11 +335,20 @@ class Negative(click.Command):
 @click.argument("amount")
 @click.option("--currency", default="usd", show_default=True)
 @click.option("--reason", required=True, help="Why, for the ledger.")
+@click.option(
+    "--priority", type=click.IntRange(0, 100), help="Of several grants the lowest is used first. [default: 50]"
+)
+@click.option("--expires-at", help="When it ends: RFC 3339 or epoch seconds. [default: never]")
+@click.option("--top-up", help="The request for a top-up that it answers.")
 @_admin
 def credit_grant(api: AdminClient, printer: Printer, tenant_id: str, **fields: str) -> None:
     """Give TENANT credit, AMOUNT as 10.00."""
-    granted = api.post("/tenants/{}/credits", tenant_id, body=fields)
-    printer.show(granted, ("id", "tenant", "amount", "currency", "reason", "created_at"))
+    granted = api.post("/tenants/{}/credits", tenant_id, body=_given(**fields))
+    printer.show(granted, ("id", "tenant", "amount", "currency", "reason", "priority", "expires_at", "created_at"))
+
+
+add_grants(credit, _admin)
+main.add_command(budget_commands(_admin))
 
 
 @main.command()
@@ -410,7 +420,9 @@ def usage_rate(api: AdminClient, printer: Printer) -> None:
     printer.show({"rated": total}, ("rated",))
 
 
-main.add_command(invoice_group(_admin))
+_invoice = invoice_group(_admin)
+add_statement(_invoice, _admin)
+main.add_command(_invoice)
 main.add_command(credit_note_group(_admin))
 
 

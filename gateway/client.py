@@ -45,6 +45,10 @@ class AdminClient:
     def get(self, path: str, *parts: str, query: Query | None = None) -> Any:
         return self._call("GET", path, parts, query=query)
 
+    def text(self, path: str, *parts: str, query: Query | None = None) -> str:
+        """What is no JSON: a page, a table."""
+        return self._answer("GET", path, parts, query=query).text
+
     def post(self, path: str, *parts: str, body: dict[str, Any] | None = None) -> Any:
         return self._call("POST", path, parts, body=body)
 
@@ -76,6 +80,18 @@ class AdminClient:
         query: Query | None = None,
         body: dict[str, Any] | None = None,
     ) -> Any:
+        response = self._answer(method, path, parts, query=query, body=body)
+        return msgspec.json.decode(response.content) if response.content else None
+
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        parts: tuple[str, ...],
+        *,
+        query: Query | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> httpx.Response:
         request = httpx.Request(
             method,
             self._base_url + path.format(*(quote(part, safe="") for part in parts)),
@@ -93,7 +109,7 @@ class AdminClient:
         except httpx.HTTPError as error:
             raise CallFailed(f"the call to {self._base_url} broke off ({type(error).__name__})") from None
         if response.is_success:
-            return msgspec.json.decode(response.content) if response.content else None
+            return response
         raise CallFailed(_reason(response))
 
 

@@ -7,10 +7,12 @@ import msgspec
 from billing.books import new_event
 from billing.errors import Conflict
 from billing.invoice import Invoice, InvoiceFinalized, InvoiceStatus
+from billing.notes import CreditNote
 from billing.service.proving import ProvingService
 from billing.service.replaying import ReplayService
 from billing.service.shell import Idempotency, page
 from billing.service.signing import SigningService
+from billing.statement import Statement, statement_of
 from billing.store import NewEvent
 
 
@@ -43,10 +45,26 @@ class InvoiceService(ProvingService, ReplayService, SigningService):
         with self._state:
             return self._books.invoices.get(invoice_id)
 
+    def statement(self, invoice_id: str) -> Statement:
+        """Of a final invoice, with its tenant as it was at the cut. Raises `NotFound`, `Conflict` for a draft."""
+        with self._state:
+            invoice = self._books.invoices.get(invoice_id)
+            tenant = self._books.billed[invoice_id]
+        return statement_of(invoice, tenant)
+
     def due_minor(self, tenant_id: str) -> int:
         """What the tenant's final invoices ask for and was not paid yet, in minor units. Raises `NotFound`."""
         with self._state:
-            return sum(one.due_minor for one in self._books.invoices.of(self._books.accounts.tenant(tenant_id).id))
+            mine = self._books.invoices.of(self._books.accounts.tenant(tenant_id).id)
+            return sum(one.due_minor(self._credited_minor(one.id)) for one in mine)
+
+    def notes_of(self, invoice_id: str) -> list[CreditNote]:
+        """An invoice's credit notes that are not void, the oldest first."""
+        with self._state:
+            return self._books.notes.standing(invoice_id)
+
+    def _credited_minor(self, invoice_id: str) -> int:
+        return sum(note.amount_minor for note in self._books.notes.standing(invoice_id))
 
     def invoices(
         self, tenant_id: str | None = None, limit: int = 100, after: str | None = None, *, final: bool = False

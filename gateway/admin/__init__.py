@@ -44,6 +44,7 @@ from gateway.admin.replay import router as replay_router
 from gateway.admin.signing import router as signing_router
 from gateway.admin.simulation import router as simulation_router
 from gateway.admin.state import AdminState
+from gateway.admin.statements import router as statements_router
 from gateway.admin.terms import router as terms_router
 
 ADMIN_SCHEME = "adminKey"  # what OpenAPI calls the bearer key of these routes
@@ -81,6 +82,7 @@ def admin_router(state: AdminState) -> Router:
             invoices.router,
             credit_notes.router,
             dunning.router,
+            statements_router,
             reconcile.router,
             rollups.router,
             archives.router,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -22,7 +20,6 @@ class Desk(Views):
     def __init__(self, state: AdminState) -> None:
         super().__init__(state.billing)
         self._state = state
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
     def usage(self) -> UsageStore:
@@ -32,6 +29,6 @@ class Desk(Views):
         return self._state.clock_us()
 
     async def read(self, tenant: Tenant, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run what reads the usage store, one at a time for a tenant: the threads that read are few and everybody's."""
-        async with self._turns[tenant.id]:
+        """Run what reads the usage store, one at a time for a tenant."""
+        async with self.turn(tenant):
             return await self._state.read(work, *args, **kwargs)

@@ -13,6 +13,7 @@ from billing.service import Billing
 from gateway.billing.balance import get_balance
 from gateway.billing.own_invoices import get_invoice, list_invoices
 from gateway.billing.router import check_request
+from gateway.billing.statements import get_statement
 from gateway.billing.views import Views
 
 
@@ -21,7 +22,7 @@ def own_router(billing: Billing) -> Router:
     views = Views(billing)
     return Router(
         "/v1/billing",
-        route_handlers=[get_balance, list_invoices, get_invoice],
+        route_handlers=[get_balance, list_invoices, get_invoice, get_statement],
         dependencies={"views": Provide(lambda: views, sync_to_thread=False)},
         signature_types=[Views],
         before_request=check_request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +14,7 @@ from msgspec import Meta
 from billing.dunning import Dunning
 from billing.invoice import Invoice, InvoiceStatus
 from billing.money import format_exact, format_minor, minor_digits
+from billing.notes import CreditNote
 from billing.steps import StepKind
 from gateway.admin.invoices import LineView, Rounding, show_line, show_time
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
@@ -31,7 +33,7 @@ class OwnDunningView(msgspec.Struct, kw_only=True):
 
 
 class OwnInvoiceSummary(msgspec.Struct, kw_only=True):
-    """An invoice. `due` is what is still to be paid of `total` and `provider_tax`."""
+    """An invoice. `due` is what is still to be paid: `total` and `provider_tax`, less `credited`."""
 
     id: str
     status: Annotated[str, Meta(description=STATUSES)]
@@ -40,6 +42,7 @@ class OwnInvoiceSummary(msgspec.Struct, kw_only=True):
     period_end: str
     total: str
     provider_tax: Annotated[str, Meta(description="what Stripe added as tax; not in total")]
+    credited: Annotated[str, Meta(description="what credit notes took back")]
     due: str
     finalized_at: str | None
     paid_at: str | None
@@ -49,12 +52,23 @@ class OwnInvoiceSummary(msgspec.Struct, kw_only=True):
     dunning: OwnDunningView | None
 
 
+class OwnCreditNoteView(msgspec.Struct, kw_only=True):
+    """What was taken back of the invoice; `amount` has `tax` in it."""
+
+    number: str
+    amount: str
+    tax: str
+    reason: str
+    issued_at: str
+
+
 class OwnInvoiceView(OwnInvoiceSummary, kw_only=True):
     """The same with its lines. `exact_total` is before the one rounding; `total` is the sum of the lines' amounts."""
 
     lines: list[LineView]
     rounding: Rounding
     exact_total: str
+    credit_notes: list[OwnCreditNoteView]
     requests: int
     events_digest: Annotated[str, Meta(description="SHA-256 over the events the invoice is cut from")]
 
@@ -67,7 +81,7 @@ async def list_invoices(
     tenant = views.tenant(request).id
     found = views.billing.invoices(tenant, limit=limit + 1, after=after, final=True)
     dunned = {one.invoice_id: one for one in views.billing.dunnings(tenant, limit=10_000)}
-    return page(found, limit, lambda one: OwnInvoiceSummary(**_summary(one, dunned.get(one.id))), lambda one: one.id)
+    return page(found, limit, lambda one: OwnInvoiceSummary(**_summary(views, one, dunned)), lambda one: one.id)
 
 
 @get("/invoices/{invoice_id:str}")
@@ -78,16 +92,19 @@ async def get_invoice(
     invoice = views.invoice(views.tenant(request), invoice_id)
     dunned = {one.invoice_id: one for one in views.billing.dunnings(invoice.tenant, limit=10_000)}
     return OwnInvoiceView(
-        **_summary(invoice, dunned.get(invoice_id)),
+        **_summary(views, invoice, dunned),
         lines=[show_line(line, invoice.currency) for line in invoice.lines],
         rounding=Rounding(digits=minor_digits(invoice.currency)),
         exact_total=format_exact(invoice.total_femto),
+        credit_notes=[_show_note(note) for note in views.billing.notes_of(invoice.id)],
         requests=invoice.event_count,
         events_digest=invoice.events_digest,
     )
 
 
-def _summary(invoice: Invoice, dunning: Dunning | None) -> dict[str, Any]:
+def _summary(views: Views, invoice: Invoice, dunned: Mapping[str, Dunning]) -> dict[str, Any]:
+    dunning = dunned.get(invoice.id)
+    credited = sum(note.amount_minor for note in views.billing.notes_of(invoice.id))
     return {
         "id": invoice.id,
         "status": invoice.status,
@@ -96,7 +113,8 @@ def _summary(invoice: Invoice, dunning: Dunning | None) -> dict[str, Any]:
         "period_end": format_time(invoice.period_end_us),
         "total": format_minor(invoice.total_minor, invoice.currency),
         "provider_tax": format_minor(invoice.provider_tax_minor, invoice.currency),
-        "due": format_minor(invoice.due_minor, invoice.currency),
+        "credited": format_minor(credited, invoice.currency),
+        "due": format_minor(invoice.due_minor(credited), invoice.currency),
         "finalized_at": show_time(invoice.finalized_us),
         "paid_at": show_time(invoice.paid_us),
         "voided_at": show_time(invoice.voided_us),
@@ -104,6 +122,16 @@ def _summary(invoice: Invoice, dunning: Dunning | None) -> dict[str, Any]:
         "payment_failed_at": show_time(invoice.payment_failed_us),
         "dunning": None if dunning is None else _show_dunning(dunning),
     }
+
+
+def _show_note(note: CreditNote) -> OwnCreditNoteView:
+    return OwnCreditNoteView(
+        number=note.number,
+        amount=format_minor(note.amount_minor, note.currency),
+        tax=format_minor(note.tax_minor, note.currency),
+        reason=note.reason,
+        issued_at=format_time(note.created_us),
+    )
 
 
 def _show_dunning(dunning: Dunning) -> OwnDunningView:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from litestar import Request
@@ -18,6 +22,13 @@ class Views:
 
     def __init__(self, billing: Billing) -> None:
         self.billing = billing
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @asynccontextmanager
+    async def turn(self, tenant: Tenant) -> AsyncIterator[None]:
+        """One long answer of a tenant at a time: the threads that read and render are few, and everybody's."""
+        async with self._turns[tenant.id]:
+            yield
 
     def principal(self, request: Request[Any, Any, Any]) -> Principal:
         """Who asks; a suspended tenant too, as it must see why and what is due. Raises `Unauthorized`."""

@@ -104,6 +104,30 @@ def test_an_invoice_is_made_by_hand_without_a_server(folder: Cli) -> None:
     assert [one["id"] for one in folder.json("invoice", "list", "--tenant=acme")] == [made["id"]]
 
 
+def test_budgets_grants_suspension_and_a_statement(server: Cli, tmp_path: Path) -> None:
+    server.json("tenant", "create", "Zeta", "--id=zeta", "--dunning-steps=suspend@9")
+    server.json("credit", "grant", "zeta", "5.00", "--reason=x", "--priority=3", "--expires-at=2099-01-01")
+    (grant,) = server.json("credit", "list", "zeta")
+    assert (grant["left"], grant["priority"], grant["expires_at"]) == ("5.00", 3, "2099-01-01T00:00:00Z")
+    budget = server.json("budget", "set", "zeta", "daily", "2.50", "--per=day", "--soft", "--threshold=50")
+    assert (budget["hard"], budget["thresholds"], budget["left"]) == (False, [50], "2.50")
+    assert server.json("budget", "change", budget["id"], "--amount=3", "--hard")["hard"] is True
+    assert [one["amount"] for one in server.json("budget", "list", "zeta")] == ["3.00"]
+    assert server.run("budget", "remove", budget["id"], *server.flags).stdout == "Removed.\n"
+    assert server.json("budget", "list", "zeta") == []
+    suspended = server.json("tenant", "suspend", "zeta", "--reason=Abuse.")
+    assert [one["reason"] for one in suspended["suspensions"]] == ["Abuse."]
+    assert server.json("tenant", "reactivate", "zeta", "--reason=Sorry.")["status"] == "active"
+    assert server.json("dunning", "list", "--tenant=zeta", "--ended") == []
+    made = server.json("invoice", "create", "zeta", "2026-01-01", "2026-02-01")["id"]
+    assert "draft" in server.fails("invoice", "statement", made)
+    server.json("invoice", "finalize", made)
+    assert server.json("invoice", "statement", made)["statement"].startswith("<!DOCTYPE html>")
+    file = tmp_path / "statement.csv"
+    server.run("invoice", "statement", made, "--format=csv", f"--output={file}", *server.flags)
+    assert file.read_bytes().startswith(b"invoice,status,tenant,")
+
+
 def test_an_adapter_needs_a_server(folder: Cli, tmp_path: Path) -> None:
     folder.json("tenant", "create", "Acme", "--id=acme")
     assert "start the server" in folder.fails("adapter", "add", "acme", "x", str(tmp_path))
@@ -240,7 +264,9 @@ def test_every_setting_is_a_flag_of_serve_and_named_with_its_variable() -> None:
         assert field.variable in shown.replace("\n", " ")
 
 
-@pytest.mark.parametrize("command", ["tenant", "key", "adapter", "price", "credit", "usage", "balance", "invoice"])
+@pytest.mark.parametrize(
+    "command", ["tenant", "key", "adapter", "price", "credit", "usage", "balance", "invoice", "budget", "dunning"]
+)
 def test_every_command_has_help(command: str) -> None:
     done = Cli().run(command, "--help")
     assert done.returncode == 0

@@ -262,6 +262,7 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/admin-keys": {"post", "get"},
         "/admin-keys/{key_id}": {"delete"},
         "/dunning": {"get"},
+        "/invoices/{invoice_id}/statement": {"get"},
         "/invoices/{invoice_id}/dunning": {"get"},
         "/invoices/{invoice_id}/dunning/waive": {"post"},
         "/tenants/{tenant_id}/suspend": {"post"},

@@ -15,6 +15,8 @@ from billing.budgets import BudgetPeriod, BudgetScope
 from billing.invoice import ExportResult, Invoice
 from billing.provider import ProviderInvoice
 from billing.signer import Signer
+from billing.statement import as_csv
+from billing.statement_html import as_html
 from gateway.app import now_us
 from tests.fixtures.server import RunningGateway
 from tests.unit.billing.conftest import Shelf
@@ -134,11 +136,36 @@ def test_invoices_are_its_own_and_final(customer: Callable[[str], Tenant]) -> No
     assert shown["due"] == shown["total"] != "0.00"
     assert sum(Decimal(line["amount"]) for line in shown["lines"]) == Decimal(shown["total"])
     assert acme.get("/balance")["due"] == shown["total"]
+    note = acme.billing.issue_credit_note(first.id, amount="0.10", reason="Sorry.")
+    after = acme.get(f"/invoices/{first.id}")
+    assert (after["credited"], Decimal(after["due"])) == ("0.10", Decimal(shown["due"]) - Decimal("0.10"))
+    assert [(one["number"], one["amount"]) for one in after["credit_notes"]] == [(note.number, "0.10")]
+    assert acme.get("/balance")["due"] == after["due"]
     nothing = acme.get("/invoices/invoice-none", expect=404)["error"]
     for hidden in (draft.id, theirs.id):
         error = acme.get(f"/invoices/{hidden}", expect=404)["error"]
         assert error == {**nothing, "message": nothing["message"].replace("invoice-none", hidden)}
         acme.get("/invoices", expect=400, after=hidden)
+
+
+def test_a_statement_is_a_page_or_a_table_of_ones_own(customer: Callable[[str], Tenant]) -> None:
+    acme, globex = customer("acme"), customer("globex")
+    draft, theirs = acme.draft(), globex.final()
+    mine = acme.billing.finalize_invoice(draft.id)
+    path = f"/v1/billing/invoices/{mine.id}/statement"
+    page, table = acme.http.get(path), acme.http.get(path, params={"format": "csv"})
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
+    assert (page.headers["x-content-type-options"], page.headers["cache-control"]) == ("nosniff", "private, no-store")
+    assert page.content == as_html(acme.billing.statement(mine.id))
+    assert table.headers["content-type"].startswith("text/csv; charset=utf-8")
+    assert table.headers["content-disposition"] == f'attachment; filename="statement-{mine.id}.csv"'
+    assert table.content == as_csv(acme.billing.statement(mine.id))
+    assert acme.get(f"/invoices/{mine.id}/statement", expect=400, format="pdf")["error"]["param"] == "format"
+    for hidden in (theirs.id, acme.draft().id, "invoice-none"):
+        acme.get(f"/invoices/{hidden}/statement", expect=404)
+    acme.billing.suspend_tenant("acme", "x")
+    assert acme.http.get(path).content == page.content
 
 
 def test_what_is_asked_for_wrongly_is_refused_by_name(customer: Callable[[str], Tenant]) -> None:
