@@ -167,6 +167,14 @@ def build() -> dashboard.Dashboard:
             ],
         ),
         lines(
+            "Who does not pay",
+            "Invoices in dunning, and tenants that are suspended, by dunning or by an operator.",
+            [
+                (gauge("meterhouse_dunning_invoices", how="max"), "invoices in dunning"),
+                (gauge("meterhouse_suspended_tenants", how="max"), "tenants suspended"),
+            ],
+        ),
+        lines(
             "Retries answered without work",
             "Per second, by kind.",
             [(rate("meterhouse_idempotent_answers_total", by="kind"), "{{kind}}")],
