@@ -230,10 +230,10 @@ class Watch:
 
     def _invoice(self) -> None:
         """Draft what is due, and carry it on as far as is asked. What fails is an alert a day, until it does not."""
-        stored_us = [row.watermark_us for row in self._admin.gateways.all()]
-        if not stored_us:
+        slowest = min(self._admin.gateways.all(), key=lambda row: row.watermark_us, default=None)
+        if slowest is None:
             return
-        outcome = self._admin.automation.run(self._automation, min(stored_us), stopping=self._ending.is_set)
+        outcome = self._admin.automation.run(self._automation, slowest.watermark_us, stopping=self._ending.is_set)
         now_us = self._clock_us()
         for failure in outcome.failures if outcome is not None else []:
             if failure.step == "export":
@@ -245,6 +245,7 @@ class Watch:
                 "step": failure.step,
                 "invoice": failure.invoice_id or None,
                 "reason": failure.reason,
+                "behind": {"gateway": slowest.id, "stored_until": format_time(slowest.watermark_us)},
             }
             cause = f"invoice:{failure.tenant}:{failure.period.start_us}:{failure.step}:{now_us // DAY_US}"
             self._alerts.tell(AlertKind.INVOICE_FAILED, cause, data, now_us)

@@ -353,6 +353,7 @@ async def test_invoices_go_by_themselves_and_a_failure_is_an_alert_a_day(
     data = alert["message"]["data"]
     assert (alert["kind"], data["tenant"], data["step"]) == (AlertKind.INVOICE_FAILED, "other", "draft")
     assert (data["period_start"], data["period_end"]) == ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+    assert data["behind"] == {"gateway": "gw0", "stored_until": "2026-12-01T02:00:00Z"}
 
 
 async def test_what_is_due_is_listed_and_made_when_asked(world: World) -> None:
