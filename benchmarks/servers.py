@@ -27,6 +27,7 @@ from gateway.client import AdminClient, CallFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_S = 900.0
+PROGRAM = ("-m", "gateway.cli")
 STOP_S = 30.0
 
 
@@ -121,13 +122,15 @@ class Ours:
 
 
 @contextmanager
-def running(flags: Sequence[str], log: Path, *, model: str = "default") -> Iterator[Ours]:
-    """`meterhouse serve` as it ships, on a new data folder. Raises `Absent`."""
+def running(
+    flags: Sequence[str], log: Path, *, model: str = "default", program: Sequence[str] = PROGRAM
+) -> Iterator[Ours]:
+    """`meterhouse serve` as it ships, or what takes its place, on a new data folder. Raises `Absent`."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     admin_key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="meterhouse-bench-") as folder:
-        command = [sys.executable, "-m", "gateway.cli", "serve", f"--port={port}", f"--data-dir={folder}/data"]
+        command = [sys.executable, *program, "serve", f"--port={port}", f"--data-dir={folder}/data"]
         command += [f"--model={model}", *flags]
         with _group(command, {"METERHOUSE_ADMIN_KEY": admin_key}, log) as child:
             yield Ours(child.pid, url, admin_key, _wait(f"{url}/health/ready", child, log, READY_S))
@@ -135,10 +138,16 @@ def running(flags: Sequence[str], log: Path, *, model: str = "default") -> Itera
 
 @contextmanager
 def meterhouse(
-    name: str, flags: Sequence[str], adapters: Sequence[Path], log: Path, *, model: str = "default"
+    name: str,
+    flags: Sequence[str],
+    adapters: Sequence[Path],
+    log: Path,
+    *,
+    model: str = "default",
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[Server]:
     """The same with a tenant who can pay and owns `adapters`."""
-    with running(flags, log, model=model) as ours:
+    with running(flags, log, model=model, program=program) as ours:
         names = [f"adapter-{number}" for number in range(len(adapters))]
         try:
             base, key = prepare(ours, dict(zip(names, adapters, strict=True)))
