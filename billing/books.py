@@ -41,6 +41,7 @@ from billing.notes import (
 from billing.positions import Positions
 from billing.prices import PriceBook, PriceSet
 from billing.provider import ProviderEventSeen
+from billing.restorations import ExportsReleased, LedgerRestored, Restorations, RestoreFact
 from billing.signing import SigningKeyPublished, SigningKeys
 from billing.stays import Stays
 from billing.store import GENESIS, NewEvent, StoredEvent, chained
@@ -61,6 +62,7 @@ Fact = (
     | TermsFact
     | NoteFact
     | DunningFact
+    | RestoreFact
 )
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -105,6 +107,7 @@ class Books:
         self.billed: dict[str, Tenant] = {}  # invoice → its tenant as it was when it was drafted
         self.signing_keys = SigningKeys()
         self.dunnings = Dunnings()
+        self.restorations = Restorations()
         self.daily = DailyCharges()
 
     def apply(self, row: StoredEvent) -> Fact | None:
@@ -160,6 +163,8 @@ class Books:
                 self.costs.apply(fact)
             case SigningKeyPublished():
                 self.signing_keys.apply(fact)
+            case LedgerRestored() | ExportsReleased():
+                self.restorations.apply(fact)
             case ProviderEventSeen():
                 pass  # what follows from it are facts of their own
             case _:

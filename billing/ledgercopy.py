@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 import msgspec
 import sqlalchemy as sa
 
+from billing.books import new_event
 from billing.errors import Conflict, LedgerCorrupt
-from billing.store import GENESIS, PAGE, EventStore, StoredEvent, chained
+from billing.restorations import LedgerRestored
+from billing.store import GENESIS, PAGE, EventStore, Log, StoredEvent, chained
 from metering.batches import batched
 
 _MANAGED = frozenset({"events", "alembic_version", "schema_checksums"})
 _NOBODYS = frozenset({"lease_holders", "leases"})
 KEYS_AT_ONCE = 500
+RESTORER = "restore"  # the actor
 
 _COLUMNS = ["idempotency_key" if name == "key" else name for name in StoredEvent.__struct_fields__]
 _log = sa.table("events", *(sa.column(name) for name in _COLUMNS))
@@ -108,20 +111,25 @@ def checked(events: Iterable[StoredEvent]) -> Iterator[StoredEvent]:
 
 
 def load(
-    store: EventStore, events: Iterable[StoredEvent], tables: Sequence[Table], head: Head, folders: dict[str, str]
+    store: EventStore,
+    events: Iterable[StoredEvent],
+    tables: Sequence[Table],
+    restored: LedgerRestored,
+    head: Head,
+    folders: dict[str, str],
 ) -> None:
     """Make an empty, migrated ledger the one that was copied: all of it or nothing. Done already, it does nothing.
 
-    `folders`: data folder of a gateway → the one that takes its place. Raises `Conflict` where another ledger stands,
-    `LedgerCorrupt` where the rows are not those of `head`.
+    Its last row tells of the restore. `folders`: data folder of a gateway → the one that takes its place. Raises
+    `Conflict` where another ledger stands, `LedgerCorrupt` where the rows are not those of `head`.
     """
     with store.exclusive() as log:
         connection = log.connection
-        last = _head(connection)
-        if last == head:
-            return
-        if last.seq:
+        if log.seq:
+            if _was_loaded(log, head):
+                return
             raise Conflict("the ledger has events of its own")
+        last = Head(0, GENESIS)
         for rows in batched(checked(events), PAGE):
             values = [dict(zip(_COLUMNS, msgspec.structs.astuple(row), strict=True)) for row in rows]
             connection.execute(_log.insert(), values)
@@ -130,6 +138,14 @@ def load(
             raise LedgerCorrupt(last.seq + 1, "the copy does not end with the row it was taken at")
         for table in tables:
             _fill(connection, _revived(table, folders))
+        Log(connection).append([new_event("ledger", restored)], actor=RESTORER, time_us=restored.at_us)
+
+
+def _was_loaded(log: Log, head: Head) -> bool:
+    """Whether the copy is there, with the row that tells of it and nothing after that."""
+    rows = log.read(head.seq - 1) if head.seq else log.read(0)[:1]
+    copied = not head.seq or (bool(rows) and rows.pop(0).hash == head.hash)
+    return copied and [row.actor for row in rows] == [RESTORER]
 
 
 def _fill(connection: sa.Connection, copied: Table) -> None:

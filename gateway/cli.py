@@ -20,7 +20,7 @@ import click
 
 from gateway import settings as settings_module
 from gateway.bench.commands import bench
-from gateway.cli_backup import backup_command, restore
+from gateway.cli_backup import backup_command, release_command, restore
 from gateway.cli_credit_note import credit_note_group
 from gateway.cli_invoice import commands as invoice_commands
 from gateway.cli_invoices import INVOICE, invoice_group
@@ -585,6 +585,9 @@ _meters_decision("leave", False, "Decide that a meter event that was put aside i
 @main.group()
 def stripe() -> None:
     """What stands at Stripe."""
+
+
+stripe.add_command(release_command(_admin))
 
 
 @stripe.command("sync")

@@ -21,6 +21,7 @@ from gateway.printing import Printer
 
 BACKUP = ("id", "instant", "requests", "open", "ledger_events", "files", "nbytes")
 CHECKED = ("id", "gateway", "instant", "requests", "ledger_events", "files", "nbytes")
+HOLD = ("held", "backup", "instant", "restored_at")
 RESTORED = ("id", "requests", "settled", "ledger_events")
 POLL_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -62,6 +63,20 @@ def backup_command(admin: Admin) -> click.Command:
             raise click.exceptions.Exit(1)
 
     return backup
+
+
+def release_command(admin: Admin) -> click.Command:
+    """`stripe release`; `admin` as above."""
+
+    @click.command("release")
+    @admin
+    def release(api: AdminClient, printer: Printer) -> None:
+        """After a restore: let invoices go whose periods were looked for in Stripe."""
+        before = api.get("/stripe/hold")
+        api.delete("/stripe/hold")
+        printer.show({**before, "held": False}, HOLD)
+
+    return release
 
 
 @click.command()

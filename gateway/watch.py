@@ -67,7 +67,9 @@ def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int])
         grace_us=int(settings.invoice_grace_s * 1_000_000),
         clock_us=clock_us,
     )
-    exporter.refusal = lambda invoice: meters.refusal(invoice, metered=metered)
+    exporter.refusal = lambda invoice: (
+        stores.billing.export_refusal(invoice) or meters.refusal(invoice, metered=metered)
+    )
     exporter.on_failure = lambda invoice, error: export_failed(alerts, invoice, error, clock_us())
     secrets = [part.strip() for part in (settings.stripe_webhook_secret or "").split(",") if part.strip()]
     webhooks = StripeWebhooks(stores.billing, exporter, secrets) if secrets else None

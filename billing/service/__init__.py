@@ -17,6 +17,7 @@ from billing.service.daily import DailyService
 from billing.service.leasing import LeaseService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
+from billing.service.restoring import RestoreService
 from billing.service.scheduling import ScheduleService
 from billing.service.shell import Idempotency
 from billing.service.simulating import SimulatingService
@@ -35,6 +36,7 @@ class Billing(
     CreditNoteService,
     ReconcileService,
     SimulatingService,
+    RestoreService,
 ):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import Router, get, post
+from litestar import Router, delete, get, post
 from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
@@ -75,4 +75,31 @@ def get_backup(backup_id: FromPath[str], admin: Admin) -> BackupView:
     return show_backup(admin.backups.find(backup_id))
 
 
-router = Router("/", route_handlers=[create_backup, get_backup], tags=["backups"])
+class HoldView(msgspec.Struct, kw_only=True):
+    """Whether invoices are held back since a restore: those drafted after it for periods that began before it."""
+
+    held: bool
+    backup: str | None
+    instant: Annotated[str | None, Meta(description="what was exported after it is not known here")]
+    restored_at: str | None
+
+
+@get("/stripe/hold", sync_to_thread=True)
+def get_hold(admin: Admin) -> HoldView:
+    """Show whether invoices are held back because the ledger was restored from a backup."""
+    held = admin.billing.held_after_restore()
+    return HoldView(
+        held=held is not None,
+        backup=None if held is None else held.backup_id,
+        instant=None if held is None else format_time(held.instant_us),
+        restored_at=None if held is None else format_time(held.at_us),
+    )
+
+
+@delete("/stripe/hold", sync_to_thread=True)
+def delete_hold(admin: Admin) -> None:
+    """Let them go: somebody has looked in Stripe for what was exported since the backup. Safe to repeat."""
+    admin.billing.release_exports()
+
+
+router = Router("/", route_handlers=[create_backup, get_backup, get_hold, delete_hold], tags=["backups"])

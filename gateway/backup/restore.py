@@ -29,6 +29,7 @@ import msgspec
 from billing.errors import BillingError
 from billing.ledgercopy import Head, Table, checked, load
 from billing.reconcile import Difference
+from billing.restorations import LedgerRestored
 from billing.store import EventStore, StoredEvent
 from gateway.backup.files import FILES, put_back
 from gateway.backup.manifest import Backup, BackupError, check_files, read_manifest
@@ -110,7 +111,7 @@ def restore(settings: Settings, folder: Path, clock_us: Callable[[], int], say: 
         with FileLock(settings.data_dir / LOCK):
             _begin(settings.data_dir, marker)
             say("Restoring the ledger")
-            _restore_ledger(settings, folder, backup, marker)
+            _restore_ledger(settings, folder, backup, marker, clock_us())
             say("Restoring usage")
             _restore_usage(settings, folder, marker)
             put_back(folder / FILES, settings.data_dir)
@@ -193,14 +194,15 @@ def _end(data_dir: Path, marker: _Marker) -> None:
 # -- the parts ------------------------------------------------------------------------------------
 
 
-def _restore_ledger(settings: Settings, folder: Path, backup: Backup, marker: _Marker) -> None:
+def _restore_ledger(settings: Settings, folder: Path, backup: Backup, marker: _Marker, now_us: int) -> None:
     """At the schema it was copied with; then it is brought up to date, as that ledger would have been."""
     if ledger_is_empty(settings.ledger):
         migrate_ledger(settings.ledger, upto=backup.ledger.revision)
     store = EventStore(settings.ledger)
     try:
         head = Head(backup.ledger.seq, backup.ledger.hash)
-        load(store, _events(folder), list(_tables(folder)), head, {backup.folder: marker.folder})
+        told = LedgerRestored(backup_id=backup.id, instant_us=backup.instant_us, seq=head.seq, at_us=now_us)
+        load(store, _events(folder), list(_tables(folder)), told, head, {backup.folder: marker.folder})
     finally:
         store.close()
     migrate_ledger(settings.ledger)

@@ -280,11 +280,20 @@ def test_from_sqlite_to_postgresql_and_back(house: House, clock: Clock, tmp_path
     assert restored(on_postgres, tmp_path / "backup", clock).faults == []
     with reopened(on_postgres, clock) as copy:
         copy.request()
+        assert copy.stores.flush(20)
         copy.take(tmp_path / "again")
         head = copy.stores.events.read(limit=1000)
     on_sqlite = target(house, "sqlite")
     assert restored(on_sqlite, tmp_path / "again", clock).requests == 2
     with reopened(on_sqlite, clock) as copy:
+        billing, end_us = copy.stores.billing, clock() + 1
+        drafted = billing.draft_invoice("acme", 1, end_us, usage=copy.stores.usage, watermark_us=end_us)
+        assert "look for it in Stripe" in billing.export_refusal(drafted)
+        held = billing.held_after_restore()
+        assert held is not None
+        assert (held.backup_id, held.seq) == ("backup-1", len(head))
+        assert (billing.release_exports(), billing.release_exports()) == (True, False)
+        assert billing.export_refusal(drafted) == ""
         assert copy.stores.events.read(limit=len(head)) == head
         assert copy.stores.events.verify_chain() >= len(head)
 
@@ -357,7 +366,7 @@ def test_a_restore_that_was_killed_is_run_again(
     house.request()
     house.opened()
     house.take(tmp_path / "backup")
-    settings = target(house)
+    settings = target(house, ledger_url=f"sqlite:///{tmp_path}/beside.sqlite3")  # not in the folder that is emptied
     whole: Callable[..., Any] = getattr(restoring, step)
 
     def killed(*args: Any) -> Any:

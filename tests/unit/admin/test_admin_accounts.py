@@ -231,6 +231,7 @@ async def test_the_schema_describes_every_route_of_the_contract(world: World) ->
         "/archives/{month}/check": {"get"},
         "/backups": {"post"},
         "/backups/{backup_id}": {"get"},
+        "/stripe/hold": {"get", "delete"},
         "/invoices": {"post", "get"},
         "/invoices/{invoice_id}": {"get"},
         "/invoices/{invoice_id}/finalize": {"post"},

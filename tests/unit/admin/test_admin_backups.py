@@ -6,8 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from billing.books import new_event
+from billing.restorations import LedgerRestored
+from gateway.admin.times import format_time
 from gateway.backup.restore import check
-from tests.unit.admin.conftest import World
+from tests.unit.admin.conftest import START_US, World
 
 
 async def done(world: World, begun: dict[str, Any]) -> Any:
@@ -20,6 +23,7 @@ async def done(world: World, begun: dict[str, Any]) -> Any:
 async def test_a_backup_is_begun_and_asked_for_until_it_is_done(world: World, tmp_path: Path) -> None:
     await world.tenant()
     world.request("acme")
+    assert await asyncio.to_thread(world.state.flush, 5.0)
     folder = tmp_path / "backup"
     headers = {"idempotency-key": "nightly"}
     begun = await world.post("/backups", {"path": str(folder)}, headers=headers)
@@ -38,6 +42,23 @@ async def test_a_backup_is_begun_and_asked_for_until_it_is_done(world: World, tm
     refused = await world.post("/backups", {"path": str(folder)}, expect=409)
     assert "must be empty" in refused["error"]["message"]
     await world.get("/backups/unknown", expect=404)
+
+
+async def test_what_is_held_back_after_a_restore_is_let_go(world: World) -> None:
+    nothing = {"held": False, "backup": None, "instant": None, "restored_at": None}
+    assert await world.get("/stripe/hold") == nothing
+    await world.call("DELETE", "/stripe/hold", expect=204)
+    restored = LedgerRestored(backup_id="backup-1", instant_us=START_US, seq=1, at_us=START_US + 1_000_000)
+    with world.stores.events.exclusive() as log:
+        log.append([new_event("ledger", restored)], actor="restore", time_us=START_US)
+    await asyncio.to_thread(world.stores.billing.refresh)
+    held = await world.get("/stripe/hold")
+    assert (held["held"], held["backup"], held["instant"]) == (True, "backup-1", format_time(START_US))
+    for _ in range(2):
+        await world.call("DELETE", "/stripe/hold", expect=204)
+    assert await world.get("/stripe/hold") == nothing
+    told = await world.get("/audit", kind="exports.released")
+    assert [one["actor"] for one in told["data"]] == ["admin"]
 
 
 async def test_who_only_reads_takes_no_backup(world: World, tmp_path: Path) -> None:
