@@ -17,9 +17,10 @@ from billing.books import Books, fact_of, new_event
 from billing.checks import Faults
 from billing.document import Document, content_hash_of, document
 from billing.errors import Conflict, Invalid, PeriodNotClosed, UnratedUsage
-from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource, owner
+from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource
 from billing.ledger import UsageRated
 from billing.lines import cut_lines, true_up
+from billing.owners import Owners
 from billing.periods import Period
 from billing.prices import PriceBook
 from billing.service.shell import Idempotency
@@ -157,14 +158,15 @@ class CuttingService(UsageService):
 
     def _entries(self, cut: Cut, period: Period) -> Iterator[Entry]:
         """The tenant's charges at the cut that are of the period, or late for a standing invoice and on none."""
+        owners = Owners(cut.invoices)
         for number, rated in self._rated(cut.tenant.id, _scan_from_us(period, cut.invoices)):
-            if entry := _entry(number, rated, cut, period):
+            if entry := _entry(number, rated, cut, period, owners):
                 yield entry
 
     def _unmatched(self, cut: Cut, period: Period, events: Sequence[UsageEvent]) -> list[UsageEvent]:
         """Those of them that are no second contents of what was matched: the first content of an id stands."""
         rows = self._store.find_all([usage_key(event.event_id) for event in events])
-        from_us = _scan_from_us(period, cut.invoices)
+        from_us, owners = _scan_from_us(period, cut.invoices), Owners(cut.invoices)
         found = []
         for event in events:
             row = rows.get(usage_key(event.event_id))
@@ -174,7 +176,7 @@ class CuttingService(UsageService):
                 or not isinstance(fact, UsageRated)
                 or fact.tenant != cut.tenant.id
                 or fact.event_hash == content_hash(event)
-                or _entry(row.seq, fact, cut, period) is None
+                or _entry(row.seq, fact, cut, period, owners) is None
             ):
                 found.append(event)
         return found
@@ -245,13 +247,13 @@ def compose(id: str, period: Period, cut: Cut, taken: Taken) -> Invoice:
     return msgspec.structs.replace(invoice, content_hash=content_hash_of(document(invoice, prices, cut.invoices)))
 
 
-def _entry(number: int, rated: UsageRated, cut: Cut, period: Period) -> Entry | None:
+def _entry(number: int, rated: UsageRated, cut: Cut, period: Period, owners: Owners) -> Entry | None:
     """The charge as it concerns an invoice for the period."""
     own = period.start_us <= rated.ts_us < period.end_us
     late_of = None if own else _standing(rated.ts_us, cut.invoices)
     if number > cut.seq or not (own or late_of):
         return None
-    free = owner(rated.ts_us, number, cut.invoices) is None
+    free = owners.of(rated.ts_us, number) is None
     return Entry(rated, late_of, free) if own or free else None
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from billing.invoice import Invoice, InvoiceDrafted, InvoiceLine, Invoices, InvoiceStatus, InvoiceVoided, owner
 from billing.lines import Charge, Period, again, close, cut_lines
 from billing.money import round_half_even
+from billing.owners import Owners
 from billing.prices import PriceBook, PriceSet, PriceVersion, Rate
 from billing.tiers import REQUIRED
 
@@ -147,6 +148,9 @@ def _draft(
     covered = {
         number for number, at in events.items() if start_us <= at < end_us or any(one.has(at) for one in standing)
     }
+    owners = Owners(invoices.of("t"))
+    for number in sorted(events):
+        assert owners.of(events[number], number) is owner(events[number], number, invoices.of("t"))
     by_rule = {number for number in covered if owner(events[number], number, invoices.of("t")) is None}
     assert by_rule == covered - on_others
     made = draft(seq, start_us, end_us, seq - 1)
