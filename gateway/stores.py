@@ -240,15 +240,14 @@ class Stores:
         self.roller = Roller(self.usage.rollups, alive=lambda: {row.folder for row in self.gateways.all()})
         self.roller.start()
         self._stack.callback(self.roller.stop)
-        if self._settings.retention_months is not None:
-            retirer = Retirer(
-                self.retention,
-                self._settings.retention_months,
-                stored_until_us=self._stored_everywhere_us,
-                clock_us=self._clock_us,
-            )
-            retirer.start()
-            self._stack.callback(retirer.stop)
+        retirer = Retirer(
+            self.retention,
+            self._settings.retention_months,
+            stored_until_us=self._stored_everywhere_us,
+            clock_us=self._clock_us,
+        )
+        retirer.start()
+        self._stack.callback(retirer.stop)
 
     def _catch_up(self, progress: Callable[[str], None]) -> None:
         """Wait until the ledger has all that was settled, however long that takes as long as it takes some.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import logging
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import clickhouse_connect
@@ -24,7 +25,7 @@ from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
 from metering import frozen, hourly, queries, retention
 from metering.archive import Archive, ArchivedEvent, month_of, month_us, within
-from metering.counts import HOUR_US, CountRow, add_rows, hour_of
+from metering.counts import HOUR_US, CountRow, add_rows, hour_of, row_of
 from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
 from metering.events import VERSION, Outcome, UsageEvent, VersionError, content_hash, encode
 from metering.frozen import UsageRow
@@ -35,7 +36,9 @@ __all__ = ["UsageRow", "UsageStore", "client_options"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_CLIENTS = 8
+STEADY_ATTEMPTS = 3  # a month moves once in its life
 _SLOT_WAIT_S = 60.0
 _CHECKED_AT_ONCE = 1000  # ids in one query: ClickHouse takes at most 128 KiB in a parameter
 _ON_CLUSTER = {
@@ -162,7 +165,7 @@ class UsageStore:
         for an archive that is not at hand, `StoreNewer` at one whose version this code does not know, and
         `StoreUnavailable` when a month was archived meanwhile: some of its events may have been missed.
         """
-        months = self._archived_within(start_us, end_us)
+        months = self._whole_archive_within(start_us, end_us)
         live = self._live_events(queries.events(tenant, start_us, end_us, settled_from_us, settled_to_us))
         if not months:
             yield from live
@@ -174,7 +177,7 @@ class UsageStore:
                 and (settled_to_us is None or event.settled_us < settled_to_us)
             )
             yield from _once(heapq.merge(archived, live, key=lambda event: (event.ts_us, event.event_id)))
-        if self._archived_within(start_us, end_us) != months:
+        if self._whole_archive_within(start_us, end_us) != months:
             raise StoreUnavailable("a month was archived while its events were read: read them again")
 
     def usage(
@@ -192,22 +195,52 @@ class UsageStore:
         `only`: group → the values that are taken. Raises `ValueError` for an unknown name.
         """
         names, filters = queries.checked_groups(bucket, group_by, only)
+
+        def of_sums(start_us: int, end_us: int) -> list[UsageRow]:
+            return self._summed_usage(tenant, start_us, end_us, bucket, names, filters)
+
+        def of_events(start_us: int, end_us: int) -> list[UsageRow]:
+            return frozen.usage_of(self.events(tenant, start_us, end_us), bucket, names, filters)
+
+        def cut(dropped: Sequence[int]) -> list[tuple[int, int]]:
+            if not hourly.can_answer(bucket, [*names, *filters]):
+                return _clipped(dropped, start_us, end_us)
+            return [span for span in frozen.edges(start_us, end_us) if within(dropped, *span)]
+
+        parts = self._steadily(start_us, end_us, of_sums, of_events, cut)
+        return frozen.added(itertools.chain(*parts), names) if len(parts) > 1 else parts[0]
+
+    def _summed_usage(
+        self,
+        tenant: str | None,
+        start_us: int,
+        end_us: int,
+        bucket: str,
+        names: Sequence[str],
+        filters: Mapping[str, Sequence[str]],
+    ) -> list[UsageRow]:
+        """`usage` of a range of which no month is moved, and no hour of a dropped month is cut."""
         dropped = within(self._dropped_months(), start_us, end_us)
         raw = self._unsummed(start_us, end_us, dropped)
-        summed = hourly.can_answer(bucket, [*names, *filters]) and hourly.can_list(raw)
         query = queries.usage(tenant, start_us, end_us, bucket, names, filters)
-        if summed:
+        if hourly.can_answer(bucket, [*names, *filters]) and hourly.can_list(raw):
             query = hourly.usage(tenant, start_us, end_us, bucket, names, filters, raw_hours_us=raw, dropped=dropped)
-        rows = [_usage_row(row, names) for row in self._query(query)]
-        spans = [] if not dropped else frozen.edges(start_us, end_us) if summed else [(start_us, end_us)]
-        for span in spans:
-            months = within(dropped, *span)
-            rows += frozen.usage_of(self._archive().events(months, tenant, *span), bucket, names, filters)
-        return frozen.added(rows, names) if spans else rows
+        elif dropped:
+            return frozen.usage_of(self.events(tenant, start_us, end_us), bucket, names, filters)
+        return [_usage_row(row, names) for row in self._query(query)]
 
     def counts(self, start_us: int, end_us: int) -> list[CountRow]:
         """Sums per tenant, model and hour, for hours that begin in [start, end): of the events, and of the hourly sums
         for months that the store has dropped."""
+
+        def of_events(start_us: int, end_us: int) -> list[CountRow]:
+            first_us, last_us = (hour_of(time_us + HOUR_US - 1) for time_us in (start_us, end_us))
+            return add_rows(row_of(event) for event in self.events(None, first_us, last_us))
+
+        parts = self._steadily(start_us, end_us, self._summed_counts, of_events, lambda _: [])
+        return add_rows(itertools.chain(*parts)) if len(parts) > 1 else parts[0]
+
+    def _summed_counts(self, start_us: int, end_us: int) -> list[CountRow]:
         found = [self._query(queries.counts(start_us, end_us))]
         for month in within(self._dropped_months(), start_us, end_us):
             first, last = month_us(month)
@@ -290,6 +323,43 @@ class UsageStore:
     def _archived_within(self, start_us: int, end_us: int) -> list[int]:
         """The months that an archive holds events of, and that the range touches."""
         return within([noted.month for noted in self.archived()], start_us, end_us)
+
+    def moving(self) -> list[int]:
+        """The months that are moved out of the events, and neither dropped nor put back yet."""
+        return [] if self.cluster else [month for (month,) in self._query(retention.moving_months())]
+
+    def _whole_archive_within(self, start_us: int, end_us: int) -> list[int]:
+        """`_archived_within`. Raises `StoreUnavailable` where what is moved out of the store is not all archived."""
+        months = self._archived_within(start_us, end_us)
+        for month in within(self.moving(), start_us, end_us):
+            noted = {one.month: (one.events, one.digest) for one in self.archived()}.get(month)
+            if noted is None or noted not in [tuple(row) for row in self._query(retention.moved_digest())]:
+                raise StoreUnavailable("a month is being archived: read it again later")
+        return months
+
+    def _steadily(
+        self,
+        start_us: int,
+        end_us: int,
+        of_sums: Callable[[int, int], list[T]],
+        of_events: Callable[[int, int], list[T]],
+        cut: Callable[[Sequence[int]], list[tuple[int, int]]],
+    ) -> list[list[T]]:
+        """[start, end) in parts, read while nothing moved.
+
+        By events where a month is on its way to the archive, and where `cut` says that dropped months' sums do not do.
+        """
+        for _ in range(STEADY_ATTEMPTS):
+            before = archived, moving = self.archived(), self.moving()
+            spans = _clipped(moving, start_us, end_us)
+            spans += cut([noted.month for noted in archived if noted.dropped and noted.month not in moving])
+            parts = [
+                of_events(*span) if by_events else of_sums(*span)
+                for span, by_events in _split(start_us, end_us, sorted(spans))
+            ]
+            if (self.archived(), self.moving()) == before:
+                return parts
+        raise StoreUnavailable("months are being archived: read them again later")
 
     def _dropped_months(self) -> list[int]:
         """The months whose sums are the archive's: what the store still has of them came later."""
@@ -426,6 +496,23 @@ def _row(event: UsageEvent) -> tuple[Any, ...]:
 def _usage_row(row: Sequence[Any], names: Sequence[str]) -> UsageRow:
     group = dict(zip(names, row[1 : 1 + len(names)], strict=True))
     return UsageRow(row[0] * 1_000_000, group, *(int(value) for value in row[1 + len(names) :]))
+
+
+def _clipped(months: Sequence[int], start_us: int, end_us: int) -> list[tuple[int, int]]:
+    """What of [start, end) is of these months."""
+    spans = map(month_us, within(months, start_us, end_us))
+    return [(max(start_us, first_us), min(end_us, last_us)) for first_us, last_us in spans]
+
+
+def _split(start_us: int, end_us: int, spans: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], bool]]:
+    """[start, end) in parts, in order, and whether each is one of the spans, which are ascending and apart."""
+    parts: list[tuple[tuple[int, int], bool]] = []
+    for first_us, last_us in spans:
+        if start_us < first_us:
+            parts.append(((start_us, first_us), False))
+        parts.append(((first_us, last_us), True))
+        start_us = last_us
+    return [*parts, ((start_us, end_us), False)] if start_us < end_us or not parts else parts
 
 
 def _once(events: Iterator[UsageEvent]) -> Iterator[UsageEvent]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from metering.events import UsageEvent
+
 HOUR_US = 3_600_000_000
 
 
@@ -43,6 +45,19 @@ class CountRow(msgspec.Struct, frozen=True, order=True):
 def hour_of(ts_us: int) -> int:
     """The first microsecond of the hour that holds `ts_us`."""
     return ts_us - ts_us % HOUR_US
+
+
+def row_of(event: UsageEvent) -> CountRow:
+    """What one event adds to the sums."""
+    return CountRow(
+        event.tenant,
+        event.model,
+        hour_of(event.ts_us),
+        1,
+        event.prompt_tokens,
+        event.cached_tokens,
+        event.completion_tokens,
+    )
 
 
 def add_rows(rows: Iterable[CountRow]) -> list[CountRow]:

@@ -6,10 +6,13 @@
 | 1 summed | the month's hourly sums stand (of a month dropped before, they are the archive's) | nothing to do |
 | 2 archived | a part, read back and compared; the manifest names it | who reads takes each event once |
 | 3 noted | `usage_archives`: how many events, and their digest | the same |
-| 4 moved | the partition, to a table of its own, in one step | who reads takes the archive; the next run goes on here |
+| 4 moved | the partition, to a table of its own, in one step | who reads takes the archive; the next start goes on |
 | 5 compared | nothing: what was moved has the noted number and digest, else it goes back | the same |
 | 6 summed again | sums of late events' hours, from the archive (only of a month dropped before) | the same |
 | 7 dropped | `usage_archives.dropped`, then the moved table | what comes later stays in the store, for the next part |
+
+While a month is moved, its sums are nobody's: it is read event by event, from the archive and what came later, and
+not at all (`StoreUnavailable`) where the archive lacks something that was moved.
 
 Whatever is inserted at whatever instant, by whichever gateway: before 4 it is compared in 5, after 4 it stays. Gateways
 that archive one store share its archive's folder: its lock lets one of them do so at a time.
@@ -95,6 +98,12 @@ class Retention:
         """Make the hourly sums of a month that was dropped of the archive alone. May be repeated."""
         self._sum_from_archive(month, *month_us(month))
 
+    def recover(self) -> None:
+        """Finish, or undo, what an earlier process left half done, if it left anything. Raises `StoreUnavailable`."""
+        if not self._store.cluster and self._store.moving():
+            with self._alone():
+                self._recover()
+
     def months(self, before_us: int) -> list[int]:
         """The months that lie whole before a time and of which the store has events."""
         self._check_kind()
@@ -177,7 +186,7 @@ class Retention:
         months = [month for (month,) in self._store.query(Query(f"SELECT DISTINCT toYYYYMM(ts) FROM {RETIRING}", {}))]
         for month in months:
             noted = {one.month: one for one in self._store.archived()}.get(month)
-            moved = self._store.query(_digest_of(RETIRING))[0]
+            moved = self._store.query(moved_digest())[0]
             if noted is None or len(months) > 1 or (noted.events, noted.digest) != moved:
                 for each in months:
                     self._store.command(Query(f"ALTER TABLE {RETIRING} MOVE PARTITION {each:d} TO TABLE {EVENTS}", {}))
@@ -220,12 +229,15 @@ class Retention:
 
 
 class Retirer:
-    """A thread that archives what is older than so many months; what fails is tried again at the next pass."""
+    """A thread that ends what an earlier process left half archived, and archives what is older than so many months.
+
+    What fails is tried again at the next pass. Without `months` nothing is archived, and it ends with the first.
+    """
 
     def __init__(
         self,
         retention: Retention,
-        months: int,
+        months: int | None,
         *,
         stored_until_us: Callable[[], int],
         clock_us: Callable[[], int],
@@ -248,6 +260,9 @@ class Retirer:
 
     def pass_once(self) -> list[int]:
         """Archive every month that is due; which they were."""
+        self._retention.recover()
+        if self._months is None:
+            return []
         due = self._retention.months(min(kept_from_us(self._clock_us(), self._months), self._stored_until_us()))
         for month in due:
             if self._stopping.is_set():
@@ -256,10 +271,14 @@ class Retirer:
         return due
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._period_s):
+        again_s = 0.0
+        while not self._stopping.wait(again_s):
+            again_s = self._period_s
             try:
                 self.pass_once()
                 self.last_error = None
+                if self._months is None:
+                    return
             except Exception as error:  # whatever it is, nothing was dropped that is not archived
                 self.last_error = str(error) or type(error).__name__
                 log.error("usage store: a month is not archived now: %s", self.last_error)
@@ -273,9 +292,18 @@ def kept_from_us(now_us: int, months: int) -> int:
 
 
 def _live_months() -> Query:
+    return _months_of(EVENTS)
+
+
+def moving_months() -> Query:
+    """The months that are moved out of the events, and neither dropped nor put back yet."""
+    return _months_of(RETIRING)
+
+
+def _months_of(table: str) -> Query:
     return Query(
         "SELECT DISTINCT toUInt32(partition) AS month FROM system.parts "
-        f"WHERE database = currentDatabase() AND table = '{EVENTS}' AND active AND rows > 0 ORDER BY month",
+        f"WHERE database = currentDatabase() AND table = '{table}' AND active AND rows > 0 ORDER BY month",
         {},
     )
 
@@ -290,10 +318,10 @@ def live_events(hour_us: int) -> Query:
     )
 
 
-def _digest_of(table: str) -> Query:
-    """(number, digest) of the events in a table, each once; `archive.Digest` is the same in Python."""
+def moved_digest() -> Query:
+    """(number, digest) of the events that are moved out, each once; `archive.Digest` is the same in Python."""
     return Query(
         "SELECT count(), toString(sum(reinterpretAsUInt256(reverse(unhex(content_hash))))) "
-        f"FROM (SELECT DISTINCT event_id, content_hash FROM {table})",
+        f"FROM (SELECT DISTINCT event_id, content_hash FROM {RETIRING})",
         {},
     )

@@ -81,6 +81,15 @@ def check(store: UsageStore, events: list[UsageEvent]) -> None:
             assert found == frozen.usage_of(inside, bucket, names, only), (bucket, names, start_us)
 
 
+def glance(store: UsageStore, events: list[UsageEvent]) -> None:
+    """One question for each way to read."""
+    assert list(store.events(None, 0, EVER_US)) == sorted(events, key=lambda event: (event.ts_us, event.event_id))
+    assert store.counts(FIRST_US, END_US) == add_rows(row_of(event) for event in events)
+    for bucket, names in (("day", ["tenant"]), ("minute", ["user"])):
+        found = store.usage(tenant=None, start_us=FIRST_US, end_us=END_US, bucket=bucket, group_by=names)
+        assert found == frozen.usage_of(events, bucket, names, {})
+
+
 def test_a_month_that_was_archived_and_dropped_reads_as_before(open_store: Any, archive: Archive) -> None:
     store = open_store()
     events = [event_at(i) for i in range(34)]
@@ -161,7 +170,7 @@ def test_killed_before_or_after_any_step_nothing_is_lost_or_doubled(
             except Killed:
                 killed += 1
             monkeypatch.setattr(Retention, step, real)
-            assert list(store.events(None, 0, EVER_US)) == sorted(events, key=lambda e: (e.ts_us, e.event_id))
+            glance(store, events)
             late = event_at(1, event_id=f"late-{step}-{after}")
             store.insert([late])  # so that the next run has something to do
             events.append(late)
@@ -191,6 +200,59 @@ def test_an_event_that_comes_while_its_month_is_moved_out_goes_back_and_is_archi
     manifest = Retention(store, archive).run(MONTH)
     assert [part.rows for part in manifest.parts] == [5, 1, 1]
     check(store, [*events, event_at(7), event_at(8)])
+
+
+def test_what_was_moved_and_is_not_archived_is_not_read_as_nothing(
+    open_store: Any, archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while moved, with an event that came after the archive was written: the next start puts it back."""
+    store, other = open_store(), open_store("gw1")
+    events = [event_at(i) for i in range(5)]
+    store.insert(events)
+    move = Retention._move
+
+    def killed(self: Retention, month: int) -> None:
+        other.insert([event_at(7)])
+        move(self, month)
+        raise Killed
+
+    monkeypatch.setattr(Retention, "_move", killed)
+    with pytest.raises(Killed):
+        Retention(store, archive).run(MONTH)
+    for read in (
+        lambda: list(store.events(None, 0, EVER_US)),
+        lambda: store.counts(0, EVER_US),
+        lambda: store.usage(tenant=None, start_us=0, end_us=EVER_US, bucket="day"),
+    ):
+        with pytest.raises(StoreUnavailable, match="being archived"):
+            read()
+    assert store.counts(0, FIRST_US) == []
+    retirer = Retirer(Retention(store, archive), None, stored_until_us=lambda: 0, clock_us=lambda: 0)
+    retirer.start()
+    retirer._thread.join()
+    assert retirer.last_error is None
+    assert store.moving() == []
+    check(store, [*events, event_at(7)])
+
+
+def test_a_read_during_which_a_month_moves_is_made_again(open_store: Any, archive: Archive) -> None:
+    store = open_store()
+    events = [event_at(i) for i in range(5)]
+    store.insert(events)
+    read = store._summed_counts
+
+    tries: list[int] = []
+
+    def moved(start_us: int, end_us: int) -> Any:
+        tries.append(start_us)
+        if len(tries) == 1:
+            Retention(store, archive).run(MONTH)
+            return []
+        return read(start_us, end_us)
+
+    store._summed_counts = moved
+    assert store.counts(0, EVER_US) == add_rows(row_of(event) for event in events)
+    assert len(tries) == 2
 
 
 def test_a_month_that_still_arrives_is_archived_later(open_store: Any, archive: Archive) -> None:
