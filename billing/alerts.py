@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from billing.duties import Duties, Duty
 from billing.errors import Conflict, NotFound
@@ -132,7 +134,19 @@ class Alerts:
     def tell(self, kind: AlertKind, cause: str, data: dict[str, Any], now_us: int) -> bool:
         """Write one alert down; whether it is new. Durable when it returns."""
         with self._store.connected(write=True) as connection:
-            return self._add(connection, kind, cause, data, now_us)
+            return self.tell_in(connection, kind, cause, data, now_us)
+
+    def tell_in(
+        self, connection: sa.Connection, kind: AlertKind, cause: str, data: dict[str, Any], now_us: int
+    ) -> bool:
+        """The same in a transaction of the ledger's database that is under way: it stands with what else it wrote."""
+        id = alert_id(cause)
+        state = AlertState.PENDING if self._sends else AlertState.KEPT
+        alert = Alert(id, cause, str(kind), body_of(kind, data, now_us), now_us, state, 0, now_us, "")
+        # Another may be telling the same at this moment: the first stands, and nobody's transaction ends with an error.
+        make = postgresql_insert if connection.dialect.name == "postgresql" else sqlite_insert
+        told = make(_table).values(msgspec.structs.asdict(alert)).on_conflict_do_nothing()
+        return connection.execute(told.returning(_table.c.id)).one_or_none() is not None
 
     def follow(self, holder: str, now_us: int, suspended: Callable[[], Iterable[str]]) -> int:
         """Write down what the log says since the last time: how many. One process at a time; 0 while another does.
@@ -225,19 +239,10 @@ class Alerts:
             for row in rows:
                 seq = row.seq
                 for kind, cause, data in _alerts_of(row, suspended):
-                    told += self._add(connection, kind, cause, data, row.time_us)
+                    told += self.tell_in(connection, kind, cause, data, row.time_us)
             state = msgspec.json.encode(_Followed(seq, tuple(sorted(suspended)))).decode()
             noted = self._duties.note_in(connection, duty, state, now_us + LEASE_US)
         return noted, told
-
-    def _add(self, connection: sa.Connection, kind: AlertKind, cause: str, data: dict[str, Any], at_us: int) -> bool:
-        id = alert_id(cause)
-        if connection.execute(sa.select(_table.c.id).where(_table.c.id == id)).one_or_none() is not None:
-            return False
-        state = AlertState.PENDING if self._sends else AlertState.KEPT
-        alert = Alert(id, cause, str(kind), body_of(kind, data, at_us), at_us, state, 0, at_us, "")
-        connection.execute(_table.insert().values(msgspec.structs.asdict(alert)))
-        return True
 
     def _change(self, id: str, **values: object) -> None:
         with self._store.connected(write=True) as connection:

@@ -28,6 +28,7 @@ from billing.grants import CreditGranted, GrantExpired
 from billing.invoice import InvoiceDrafted, InvoiceFact, InvoiceFinalized, Invoices, InvoiceStatus, InvoiceVoided
 from billing.ledger import Ledger, LedgerFact, QuotaExhausted, TopUpRequested, UsageRated, UsageUnrated
 from billing.margin import CostRates, CostRateSet
+from billing.modes import ExportModeSet, Modes
 from billing.money import parse_exact
 from billing.notes import (
     CreditNote,
@@ -63,6 +64,7 @@ Fact = (
     | NoteFact
     | DunningFact
     | RestoreFact
+    | ExportModeSet
 )
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -108,6 +110,7 @@ class Books:
         self.signing_keys = SigningKeys()
         self.dunnings = Dunnings()
         self.restorations = Restorations()
+        self.modes = Modes()
         self.daily = DailyCharges()
 
     def apply(self, row: StoredEvent) -> Fact | None:
@@ -165,6 +168,8 @@ class Books:
                 self.signing_keys.apply(fact)
             case LedgerRestored() | ExportsReleased():
                 self.restorations.apply(fact)
+            case ExportModeSet():
+                self.modes.apply(fact, row.seq)
             case ProviderEventSeen():
                 pass  # what follows from it are facts of their own
             case _:

@@ -3,7 +3,8 @@
 Which invoice has an event: the one of the event's period, if the ledger recorded the event before that
 invoice's cut; otherwise the event is late and belongs to the tenant's next invoice. The cut is a number in
 the ledger's sequence, so no clock and no slow disk can drop an event between two invoices or put it on
-both. What was on a voided invoice is free again.
+both. What was on a voided invoice is free again. Charges that meters ask for are on none: an invoice names the
+stretches of the ledger that it left out for that.
 
 Pure. Does not know: where usage is kept, what the payment provider is, what time it is.
 """
@@ -20,6 +21,7 @@ import msgspec
 from billing.accounts import Tenant
 from billing.errors import NotFound, PeriodOverlaps
 from billing.line import InvoiceLine, LineKind
+from billing.modes import Stretch, within
 from billing.signing import SignedHead
 from billing.terms import InvoiceTerms
 from metering.events import UsageEvent
@@ -111,6 +113,7 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     terms: InvoiceTerms = InvoiceTerms()  # discounts, minimum and tax that it was cut by
     automatic: bool = False  # cut by the clock, not because somebody asked
     provider_tax_minor: int = 0  # what the payment provider added as tax; not in `total_minor`
+    left_out: tuple[Stretch, ...] = ()  # of the ledger up to the cut: charges that meters ask for (`modes.py`)
 
     @property
     def total_femto(self) -> int | Fraction:
@@ -353,6 +356,6 @@ def takers(ts_us: int, seq: int, invoices: Sequence[Invoice]) -> list[Invoice]:
     for invoice in invoices:
         covers = invoice.has(ts_us) or any(earlier.stood_at(invoice.cut_seq) for earlier in covering)
         taken = any(earlier.stood_at(invoice.cut_seq) for earlier in found)
-        if seq <= invoice.cut_seq and covers and not taken:
+        if seq <= invoice.cut_seq and covers and not taken and not within(seq, invoice.left_out):
             found.append(invoice)
     return found

@@ -1,8 +1,10 @@
-"""Stripe's Billing Meters: each recorded charge's tokens, once, at the time they were used.
+"""Stripe's Billing Meters: each charge of the meters' part of the ledger, once, at the time of its usage.
 
 Where from: the ledger's sequence, not the spool. A charge is one row of the log, once and in one order for all
 gateways, so the position is one number and one gateway at a time moves it; and Stripe being away for a week keeps no
-settlement in anybody's spool and so turns no request away.
+settlement in anybody's spool and so turns no request away. Which charges: those of the stretches that `billing.modes`
+says are the meters'; all others are on invoices. So switching to invoices ends nothing that is on its way: what was
+recorded before the switch is delivered all the same, and what came behind it never is.
 
 Exactly once: an event's identifier depends on nothing but the request and the class of tokens, and Stripe refuses a
 second one for 24 hours, which means *delivered*. A batch is noted before it is sent and noted again when all of it was
@@ -19,25 +21,23 @@ https://docs.stripe.com/api/billing/meter-event/create
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
-import sqlalchemy as sa
 import stripe
 import structlog
 
-from billing.books import fact_of
+from billing.alerts import Alerts
 from billing.duties import Duties, Duty, DutyLost
-from billing.errors import ExportError, NotFound
+from billing.errors import ExportError
 from billing.invoice import Invoice
-from billing.ledger import UsageRated
 from billing.line import LineKind
-from billing.rating import quantities
+from billing.meter_events import METERS, Unit, event_name, units
+from billing.meter_rejects import LEFT, REFUSED, UNSURE, WAITING, Reject, Rejects
+from billing.modes import ExportMode
 from billing.service import Billing
 from billing.store import EventStore, StoredEvent
 from billing.stripe import StripeExporter
@@ -52,36 +52,17 @@ SETTLED_US = 3_600_000_000  # Stripe's sums may lag behind its answers
 BATCH = 500  # rows of the log
 WORKERS = 8
 LEASE_US = 300_000_000
-IDENTIFIER_MAX = 100
 DUTY = "meters"
-PREFIX = "meterhouse"
 BATCH_MAX = 10_000  # rows of a batch that another process began with a larger setting
-WAITING, REFUSED, UNSURE, LEFT = "waiting", "refused", "unsure", "left"
 IN_FUTURE = "timestamp_in_future"
 DUPLICATE = frozenset({"duplicate_meter_event", "meter_event_already_exists"})
 OF_ALL = frozenset({"no_meter", "archived_meter"})  # not this event's fault alone: nothing is put aside for it
 
 log = structlog.get_logger(__name__)
 
-_rejects = sa.Table(
-    "meter_rejects",
-    sa.MetaData(),
-    sa.Column("identifier", sa.Text, primary_key=True),
-    sa.Column("seq", sa.BigInteger, nullable=False),
-    sa.Column("event_id", sa.Text, nullable=False),
-    sa.Column("tenant", sa.Text, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("quantity", sa.Text, nullable=False),
-    sa.Column("ts_us", sa.BigInteger, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("tried_us", sa.BigInteger),
-)
-
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the export is. What the log had up to `from_seq` when meters were first used is not theirs."""
+    """How far the export is: the meters' part of the log is through up to `done_seq`; it begins behind `from_seq`."""
 
     from_seq: int
     from_us: int
@@ -90,29 +71,6 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     batch_us: int | None = None  # when the first of its identifiers may have been used
     tried_us: int | None = None  # when it was last begun to be sent
     skip: tuple[str, ...] = ()  # identifiers of the batch that are decided
-
-
-class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One meter event: the tokens of one class of one request."""
-
-    identifier: str
-    seq: int
-    event_id: str
-    tenant: str
-    model: str
-    kind: str
-    quantity: int
-    ts_us: int
-
-
-class Reject(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit that was put aside. `state`: waiting for its time, refused by Stripe, unsure whether it was delivered, or
-    left, when a person decided that it is not to be sent."""
-
-    unit: Unit
-    state: str
-    reason: str
-    tried_us: int | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,38 +82,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     done_seq: int
 
 
-def identifier(event_id: str, kind: str) -> str:
-    """The same for the same tokens, for ever; at most 100 characters."""
-    plain = f"{event_id}:{kind}"
-    return plain if len(plain) <= IDENTIFIER_MAX else hashlib.sha256(plain.encode()).hexdigest()
-
-
-def units_of(seq: int, rated: UsageRated) -> list[Unit]:
-    """A charge's units by class; nothing for a class of which it has none."""
-    counted = rated.quantities or {token_class.value: tokens for token_class, tokens in quantities(rated).items()}
-    return [
-        Unit(
-            identifier=identifier(rated.event_id, kind),
-            seq=seq,
-            event_id=rated.event_id,
-            tenant=rated.tenant,
-            model=rated.model,
-            kind=kind,
-            quantity=units,
-            ts_us=rated.ts_us,
-        )
-        for kind, units in counted.items()
-        if units
-    ]
-
-
-def event_name(kind: str) -> str:
-    """The name of the meter that sums this class."""
-    return f"{PREFIX}_{kind}"
-
-
 class MeterExport:
-    """Moves the ledger's charges to Stripe. `run` may be called by several processes and killed anywhere."""
+    """Moves the meters' charges to Stripe. `run` may be called by several processes and killed anywhere.
+
+    `mode` is what the first `run` of this process switches the ledger to; None: it stays as it is. `alerts` is told of
+    what is put aside.
+    """
 
     def __init__(
         self,
@@ -164,6 +96,8 @@ class MeterExport:
         exporter: StripeExporter,
         *,
         holder: str,
+        mode: ExportMode | None = None,
+        alerts: Alerts | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
         batch: int = BATCH,
         workers: int = WORKERS,
@@ -172,7 +106,9 @@ class MeterExport:
         self._billing = billing
         self._exporter = exporter
         self._duties = Duties(store)
+        self._rejects = Rejects(store, alerts)
         self._holder = holder
+        self._switch_to = mode
         self._clock_us = clock_us
         self._batch = batch
         self._workers = workers
@@ -184,15 +120,18 @@ class MeterExport:
     def run(self, stopping: Callable[[], bool] = lambda: False) -> Progress | None:
         """Deliver what there is, until `stopping`; None while another process does. Raises `ExportError`, to be run
         again later."""
+        if self._idle():
+            return Progress(delivered=0, put_aside=0, done_seq=0)
         duty = self._duties.take(DUTY, self._holder, self._clock_us(), LEASE_US)
         if duty is None:
             return None
         delivered = aside = 0
         try:
+            self._switch()
             duty, position = self._started(duty)
             delivered += self._retry_waiting()
-            while (rows := self._rows(position)) and not stopping():
-                duty, position, sent, kept = self._next(duty, position, rows)
+            while (found := self._rows(position)) and not stopping():
+                duty, position, sent, kept = self._next(duty, *found)
                 delivered, aside = delivered + sent, aside + kept
         except DutyLost:
             log.warning("meters_taken_over")
@@ -210,70 +149,105 @@ class MeterExport:
 
     def rejects(self, limit: int = 100, after: str | None = None) -> list[Reject]:
         """What was put aside, by identifier."""
-        query = sa.select(_rejects).order_by(_rejects.c.identifier).limit(limit)
-        if after is not None:
-            query = query.where(_rejects.c.identifier > after)
-        with self._store.connected() as connection:
-            return [_reject(row) for row in connection.execute(query)]
+        return self._rejects.page(limit, after)
 
     def reject_count(self) -> int:
-        with self._store.connected() as connection:
-            return int(connection.execute(sa.select(sa.func.count()).select_from(_rejects)).scalar() or 0)
+        return self._rejects.count()
 
     def resolve(self, identifier: str, *, send: bool) -> Reject:
         """A person decides on what was put aside: send it (again), or leave it for good. Raises `NotFound`,
         `ExportError`."""
-        with self._store.connected() as connection:
-            row = connection.execute(sa.select(_rejects).where(_rejects.c.identifier == identifier)).one_or_none()
-        if row is None:
-            raise NotFound("meter event", identifier)
-        reject = _reject(row)
+        reject = self._rejects.find(identifier)
         if send:
             self._prepare([reject.unit])
             self._send(reject.unit)
-            self._drop([identifier])
+            self._rejects.drop([identifier])
         else:
             self._keep([msgspec.structs.replace(reject, state=LEFT)])
         return reject
 
-    def refusal(self, invoice: Invoice, *, metered: bool) -> str:
-        """Why an invoice must not be exported: its charges are, in part, Stripe's to invoice. Empty: it may be."""
-        position = self.position()
-        if position is None:
-            return f"usage is exported to Stripe's meters (export_mode){_beside(invoice)}" if metered else ""
-        if invoice.cut_seq <= position.from_seq:
+    def refusal(self, invoice: Invoice) -> str:
+        """Why an invoice must not be exported: Stripe's meters ask for what is on it. Empty: it may be."""
+        if charge := self._billing.metered_of(invoice):
+            return (
+                f"request {charge} on it is the meters' to ask for: void the invoice and draft it again, then it is "
+                "cut without such usage"
+            )
+        if not invoice.left_out or self._billing.metered().mode is not ExportMode.METER:
             return ""
-        if metered or invoice.period_start_us <= self._last_metered_us(position):
-            return f"usage of its period was exported to Stripe's meters, which invoice it{_beside(invoice)}"
+        if not invoice.lines:
+            return "nothing is on it: usage is exported to Stripe's meters (export_mode)"
+        kinds = dict.fromkeys(line.kind.value for line in invoice.lines if line.kind is not LineKind.USAGE)
+        if kinds and not invoice.event_count:
+            return (
+                f"usage is exported to Stripe's meters (export_mode); its lines of the kind {', '.join(kinds)} are "
+                "on no meter: they are agreed in Stripe"
+            )
+        if LineKind.COMMITMENT in kinds:
+            return (
+                "the tenant's minimum on it does not count what Stripe's meters ask for (export_mode): void it, take "
+                "the minimum out of the tenant's terms and draft it again"
+            )
         return ""
+
+    # -- whose charges ----------------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        """Whether there is nothing to deliver, to switch or to try again; asks the ledger's database, not Stripe."""
+        if self._switch_to is not None:
+            return False
+        metered, position = self._billing.metered(), self.position()
+        if metered.mode is ExportMode.METER or self._rejects.count(WAITING):
+            return False
+        through = position is None or (position.batch_to is None and not metered.next_after(position.done_seq))
+        return through and (position is not None or not metered.stretches)
+
+    def _switch(self) -> None:
+        """Put down, once a process, how charges are asked for from now on; the duty is ours.
+
+        What meters had taken when that was not put down yet is theirs, a batch that was under way with it.
+        """
+        if self._switch_to is None:
+            return
+        position = self.position()
+        sent = () if position is None else ((position.from_seq, position.batch_to or position.done_seq),)
+        self._billing.set_export_mode(self._switch_to, sent=tuple(one for one in sent if one[0] < one[1]))
+        self._switch_to = None
 
     # -- one batch --------------------------------------------------------------------------------
 
     def _started(self, duty: Duty) -> tuple[Duty, Position]:
         if duty.state:
             return duty, msgspec.json.decode(duty.state, type=Position)
-        head = self._store.last_before(2**62)
-        position = Position(from_seq=head, from_us=self._clock_us(), done_seq=head)
+        metered = self._billing.metered()
+        first = metered.stretches[0][0] if metered.stretches else metered.seq
+        position = Position(from_seq=first, from_us=self._clock_us(), done_seq=first)
         return self._note(duty, position), position
 
-    def _rows(self, position: Position) -> list[StoredEvent]:
-        """The batch under way, else the next one; empty where the log ends."""
-        rows = self._store.read(position.done_seq, self._batch if position.batch_to is None else BATCH_MAX)
-        return rows if position.batch_to is None else [row for row in rows if row.seq <= position.batch_to]
+    def _rows(self, position: Position) -> tuple[Position, list[StoredEvent]] | None:
+        """The batch under way, else the next one, and the position before it; None where there is no more."""
+        if position.batch_to is not None:
+            rows = self._store.read(position.done_seq, BATCH_MAX)
+            return position, [row for row in rows if row.seq <= (position.batch_to or 0)]
+        stretch = self._billing.metered().next_after(position.done_seq)
+        if stretch is None:
+            return None
+        rows = [row for row in self._store.read(stretch[0], self._batch) if row.seq <= stretch[1]]
+        return msgspec.structs.replace(position, done_seq=stretch[0]), rows
 
     def _next(self, duty: Duty, position: Position, rows: Sequence[StoredEvent]) -> tuple[Duty, Position, int, int]:
         """Send one batch: how many of it were delivered and put aside. Raises `ExportError`, `DutyLost`."""
-        units = _units(rows)
+        events = units(rows)
         now_us = self._clock_us()
         begun = msgspec.structs.replace(
             position, batch_to=rows[-1].seq, batch_us=position.batch_us or now_us, tried_us=now_us
         )
         unsure = 0
         if position.batch_us is not None and now_us - position.batch_us > SURE_US:
-            begun, unsure = self._made_sure(position, begun, units)
-        if units:
+            begun, unsure = self._made_sure(position, begun, events)
+        if events:
             duty = self._note(duty, begun)
-        sent, kept = self._deliver([unit for unit in units if unit.identifier not in begun.skip])
+        sent, kept = self._deliver([unit for unit in events if unit.identifier not in begun.skip])
         done = Position(from_seq=position.from_seq, from_us=position.from_us, done_seq=rows[-1].seq)
         return self._note(duty, done), done, sent, kept + unsure
 
@@ -345,12 +319,12 @@ class MeterExport:
         """The active meter of this event name, made where there is none: one, as a second is refused."""
         if (found := self._find_meter(name)) is not None:
             return found
-        kind = name.removeprefix(f"{PREFIX}_")
+        display_name = next(meter.display_name for meter in METERS.values() if meter.event_name == name)
         try:
             made = self._exporter.call(
                 lambda api: api.billing.meters.create(
                     {
-                        "display_name": f"Meterhouse {kind} tokens",
+                        "display_name": display_name,
                         "event_name": name,
                         "default_aggregation": {"formula": "sum"},
                     }
@@ -414,12 +388,13 @@ class MeterExport:
 
     def _sum_known(self, tenant: str, kind: str, hour_us: int, position: Position) -> int:
         """Tokens of that hour that were certainly delivered before the batch."""
-        aside = {reject.unit.identifier for reject in self._all_rejects()}
+        aside = {reject.unit.identifier for reject in self._rejects.all()}
         rows = self._store.scan(f"usage:{tenant}", recorded_from_us=max(0, hour_us - HOUR_US * 24))
-        units = _units(row for row in rows if position.from_seq < row.seq <= position.done_seq)
+        metered = self._billing.metered()
+        known = units(row for row in rows if row.seq <= position.done_seq and metered.has(row.seq))
         return sum(
             unit.quantity
-            for unit in units
+            for unit in known
             if unit.kind == kind and hour_of(unit.ts_us) == hour_us and unit.identifier not in aside
         )
 
@@ -429,7 +404,7 @@ class MeterExport:
         """Send what has waited for its time; how many. One that is broken off on the way is unsure after a day."""
         now_us = self._clock_us()
         sent = 0
-        for reject in self._all_rejects(WAITING):
+        for reject in self._rejects.all(WAITING):
             late = reject.tried_us is not None and now_us - reject.tried_us > SURE_US
             verdict = _out_of_time(reject.unit, now_us)
             if late:
@@ -440,62 +415,12 @@ class MeterExport:
                 self._keep([msgspec.structs.replace(reject, tried_us=reject.tried_us or now_us)])
                 self._prepare([reject.unit])
                 refused = self._taken(reject.unit)
-                self._keep([refused]) if refused else self._drop([reject.unit.identifier])
+                self._keep([refused]) if refused else self._rejects.drop([reject.unit.identifier])
                 sent += refused is None
         return sent
 
-    def _all_rejects(self, state: str | None = None) -> list[Reject]:
-        query = sa.select(_rejects).order_by(_rejects.c.identifier)
-        if state is not None:
-            query = query.where(_rejects.c.state == state)
-        with self._store.connected() as connection:
-            return [_reject(row) for row in connection.execute(query)]
-
     def _keep(self, rejects: Sequence[Reject]) -> None:
-        """Durable when it returns; again takes the place of what was kept before."""
-        if not rejects:
-            return
-        values = [
-            {
-                **{name: getattr(reject.unit, name) for name in ("identifier", "seq", "event_id", "tenant", "model")},
-                "kind": reject.unit.kind,
-                "quantity": str(reject.unit.quantity),
-                "ts_us": reject.unit.ts_us,
-                "state": reject.state,
-                "reason": reject.reason,
-                "tried_us": reject.tried_us,
-            }
-            for reject in rejects
-        ]
-        with self._store.connected(write=True) as connection:
-            for one in values:
-                connection.execute(_rejects.delete().where(_rejects.c.identifier == one["identifier"]))
-            connection.execute(_rejects.insert(), values)
-
-    def _drop(self, identifiers: Sequence[str]) -> None:
-        with self._store.connected(write=True) as connection:
-            connection.execute(_rejects.delete().where(_rejects.c.identifier.in_(identifiers)))
-
-    def _last_metered_us(self, position: Position) -> int:
-        """When the last row that is through was recorded, and so no earlier than its usage."""
-        rows = self._store.read(position.done_seq - 1, 1) if position.done_seq > position.from_seq else []
-        return rows[0].time_us if rows else position.from_us
-
-
-def _beside(invoice: Invoice) -> str:
-    """What of an invoice no meter has."""
-    kinds = dict.fromkeys(line.kind.value for line in invoice.lines if line.kind is not LineKind.USAGE)
-    return f"; its lines of the kind {', '.join(kinds)} are on no meter: they are agreed in Stripe" if kinds else ""
-
-
-def _units(rows: Iterable[StoredEvent]) -> list[Unit]:
-    """The meter events of the charges among some rows, in their order."""
-    return [
-        unit
-        for row in rows
-        if row.type == "usage.rated" and isinstance(fact := fact_of(row), UsageRated)
-        for unit in units_of(row.seq, fact)
-    ]
+        self._rejects.keep(rejects, self._clock_us())
 
 
 def _out_of_time(unit: Unit, now_us: int) -> Reject | None:
@@ -513,12 +438,3 @@ def _delivered_before(cause: BaseException | None) -> bool:
         return False
     text = (cause.user_message or "").lower()
     return cause.code in DUPLICATE or ("already exists" in text and "identifier" in text)
-
-
-def _reject(row: sa.Row[Any]) -> Reject:
-    values = row._asdict()
-    unit = Unit(
-        **{name: values[name] for name in ("identifier", "seq", "event_id", "tenant", "model", "kind", "ts_us")},
-        quantity=int(values["quantity"]),
-    )
-    return Reject(unit=unit, state=values["state"], reason=values["reason"], tried_us=values["tried_us"])

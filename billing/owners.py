@@ -1,7 +1,7 @@
 """Which invoice has an event, for many events of one tenant.
 
-`invoice.owner` hangs on nothing but which periods have the event's time and which cuts its number is behind: so it is
-asked once for each stretch of time and of numbers in which neither changes.
+`invoice.owner` hangs on nothing but which periods have the event's time, which cuts its number is behind and which
+stretches that were left out have it: so it is asked once for each stretch of time and of numbers in which none changes.
 
 Pure.
 """
@@ -20,7 +20,8 @@ class Owners:
     def __init__(self, invoices: Sequence[Invoice]) -> None:
         self._invoices = invoices
         self._ends_us = sorted({us for one in invoices for us in (one.period_start_us, one.period_end_us)})
-        self._cuts = sorted({one.cut_seq for one in invoices})
+        left_out = {seq for one in invoices for stretch in one.left_out for seq in stretch}
+        self._cuts = sorted({one.cut_seq for one in invoices} | left_out)
         self._found: dict[tuple[int, int], Invoice | None] = {}
 
     def of(self, ts_us: int, seq: int) -> Invoice | None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import stripe
+import structlog
 
 from billing.accounts import Tenant
 from billing.errors import Conflict, ExportError, StripeNotConfigured
@@ -33,6 +34,8 @@ from billing.provider import ProviderInvoice
 from billing.stripe_calls import StripeCalls, StripeRefused, StripeUnavailable
 from billing.terms import TaxMode
 from billing.wording import describe, group_of
+
+log = structlog.get_logger(__name__)
 
 MAX_ITEMS = 250  # on one Stripe invoice
 RECENT_S = 25 * 3600  # how far back things are listed; older ones are in Stripe's search index
@@ -152,7 +155,10 @@ class StripeExporter(StripeCalls):
         try:
             return self._export(invoice, tenant, previous_ids)
         except ExportError as error:
-            self.on_failure(invoice, error)
+            try:
+                self.on_failure(invoice, error)
+            except Exception as failed:  # whoever is told must not hide what went wrong
+                log.error("export_failure_not_told", invoice=invoice.id, reason=str(failed) or type(failed).__name__)
             raise
 
     def _export(self, invoice: Invoice, tenant: Tenant, previous_ids: Mapping[str, str]) -> ExportResult:

@@ -28,7 +28,6 @@ TIMEOUT_S = 15.0
 RETRY_AFTER_MAX_S = 3600
 DUTY = "alert_delivery"
 LEASE_US = 120_000_000
-PRUNE_US = 3_600_000_000
 
 
 class Delivery:
@@ -55,7 +54,6 @@ class Delivery:
         self._clock_us = clock_us
         self._timeout_s = timeout_s
         self._stopping = stopping
-        self._pruned_us = 0
 
     def run(self) -> int:
         """Try everything that is due, once: how many arrived."""
@@ -63,9 +61,6 @@ class Delivery:
         duty = self._duties.take(DUTY, self._holder, now_us, LEASE_US)
         if duty is None:
             return 0
-        if now_us - self._pruned_us > PRUNE_US:
-            self._alerts.prune(now_us)
-            self._pruned_us = now_us
         arrived = 0
         for alert in self._alerts.due(now_us):
             arrived += self._try(alert)

@@ -18,6 +18,7 @@ from billing.automation import Automation, InvoiceAutomation
 from billing.errors import ExportError
 from billing.invoice import Invoice
 from billing.meters import MeterExport, Progress
+from billing.modes import ExportMode
 from billing.reconcile import Report
 from billing.stripe import StripeExporter
 from billing.webhooks import StripeWebhooks
@@ -39,6 +40,7 @@ INVOICES_S = 60.0
 FIRST_COMPARISON_S = 60.0
 COMPARED_US = 26 * HOUR_US  # each comparison is of the last day and a little
 DAY_US = 24 * HOUR_US
+PRUNE_US = HOUR_US
 IDS_TOLD = 20
 
 
@@ -50,11 +52,9 @@ def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int])
         except ValueError as error:
             raise SettingsError(str(error)) from None
     exporter = StripeExporter(settings.stripe_api_key, settings.stripe_api_base)
-    meters = MeterExport(stores.events, stores.billing, exporter, holder=stores.folder, clock_us=clock_us)
     alerts = Alerts(stores.events, sends=settings.alert_url is not None)
-    metered = settings.export_mode == "meter"
     if settings.invoice_automation == Automation.EXPORT:
-        if metered:
+        if settings.export_mode == ExportMode.METER:
             raise SettingsError("invoice_automation: export is for export_mode invoice: meters are Stripe's to invoice")
         if settings.stripe_api_key is None:
             raise SettingsError("invoice_automation: export needs stripe_api_key")
@@ -67,9 +67,16 @@ def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int])
         grace_us=int(settings.invoice_grace_s * 1_000_000),
         clock_us=clock_us,
     )
-    exporter.refusal = lambda invoice: (
-        stores.billing.export_refusal(invoice) or meters.refusal(invoice, metered=metered)
+    meters = MeterExport(
+        stores.events,
+        stores.billing,
+        exporter,
+        holder=stores.folder,
+        mode=ExportMode(settings.export_mode),
+        alerts=alerts,
+        clock_us=clock_us,
     )
+    exporter.refusal = lambda invoice: stores.billing.export_refusal(invoice) or meters.refusal(invoice)
     exporter.on_failure = lambda invoice, error: export_failed(alerts, invoice, error, clock_us())
     secrets = [part.strip() for part in (settings.stripe_webhook_secret or "").split(",") if part.strip()]
     webhooks = StripeWebhooks(stores.billing, exporter, secrets) if secrets else None
@@ -107,17 +114,20 @@ class Watch:
         self._telemetry = telemetry
         self._clock_us = clock_us
         self._ending = threading.Event()
+        self._pruned_us = 0
         admin.compared = self.compared
         telemetry.sample_with(self._sample)
         telemetry["meterhouse_reconcile_timestamp_seconds"].set(0)
-        self.rounds = [Round("alert-feed", self._follow, FEED_S), Round("spool-lag", self._look_at_spool, LAG_S)]
+        self.rounds = [
+            Round("alert-feed", self._follow, FEED_S),
+            Round("spool-lag", self._look_at_spool, LAG_S),
+            Round("meters", self._meter, METERS_S),  # in every mode: what a switch left behind is delivered too
+        ]
         if settings.alert_url is not None:
             self.rounds.append(Round("alert-delivery", self._delivery(settings.alert_url).run, DELIVERY_S))
         if settings.reconcile_every_s > 0:
             first_s = min(FIRST_COMPARISON_S, settings.reconcile_every_s)
             self.rounds.append(Round("reconcile", self._compare, settings.reconcile_every_s, first_s=first_s))
-        if settings.export_mode == "meter":
-            self.rounds.append(Round("meters", self._meter, METERS_S))
         self._automation = Automation(settings.invoice_automation)
         if self._automation is not Automation.OFF:
             self.rounds.append(Round("invoices", self._invoice, INVOICES_S))
@@ -156,7 +166,11 @@ class Watch:
         )
 
     def _follow(self) -> None:
-        self._alerts.follow(self._stores.folder, self._clock_us(), self._stores.billing.suspended_tenants)
+        now_us = self._clock_us()
+        self._alerts.follow(self._stores.folder, now_us, self._stores.billing.suspended_tenants)
+        if now_us - self._pruned_us > PRUNE_US:  # here, not where they are sent: they grow without an alert_url too
+            self._alerts.prune(now_us)
+            self._pruned_us = now_us
 
     def _look_at_spool(self) -> None:
         """Settlements that wait too long for a store: one alert an hour and store."""
@@ -204,7 +218,7 @@ class Watch:
         self._alerts.tell(AlertKind.RECONCILE, cause, data, now_us)
 
     def _meter(self) -> None:
-        """Deliver to Stripe's meters. What was put aside, and that it cannot go on, is an alert."""
+        """Deliver to Stripe's meters. That it cannot go on is an alert, as is what is put aside (`billing.meters`)."""
         now_us = self._clock_us()
         try:
             progress = self._admin.meters.run(stopping=self._ending.is_set)
@@ -213,22 +227,12 @@ class Watch:
             self._alerts.tell(AlertKind.EXPORT_FAILED, f"meters:{now_us // HOUR_US}", data, now_us)
             raise
         if progress is not None:
-            self._metered(progress, now_us)
+            self._metered(progress)
 
-    def _metered(self, progress: Progress, now_us: int) -> None:
+    def _metered(self, progress: Progress) -> None:
         for outcome, count in (("delivered", progress.delivered), ("put_aside", progress.put_aside)):
             if count:
                 self._telemetry["meterhouse_meter_events_total"].labels(outcome).inc(count)
-        if progress.put_aside:
-            rejects = self._admin.meters.rejects(IDS_TOLD)
-            data = {
-                "put_aside": self._admin.meters.reject_count(),
-                "events": [
-                    {"identifier": one.unit.identifier, "event": one.unit.event_id, "reason": one.reason}
-                    for one in rejects
-                ],
-            }
-            self._alerts.tell(AlertKind.EXPORT_FAILED, f"meters-aside:{progress.done_seq}", data, now_us)
 
     def _invoice(self) -> None:
         """Draft what is due, and carry it on as far as is asked. What fails is an alert a day, until it does not."""

@@ -15,6 +15,7 @@ from billing.service.crediting import CreditNoteService
 from billing.service.credits import CreditService
 from billing.service.daily import DailyService
 from billing.service.leasing import LeaseService
+from billing.service.modes import ModeService
 from billing.service.pricing import PriceService
 from billing.service.reconciling import ReconcileService
 from billing.service.restoring import RestoreService
@@ -37,6 +38,7 @@ class Billing(
     ReconcileService,
     SimulatingService,
     RestoreService,
+    ModeService,
 ):
     """Tenants, prices, credits, holds, charges and invoices over one event store.
 

@@ -20,6 +20,7 @@ from billing.errors import Conflict, Invalid, PeriodNotClosed, UnratedUsage
 from billing.invoice import Invoice, InvoiceDrafted, InvoiceStatus, UsageSource
 from billing.ledger import UsageRated
 from billing.lines import cut_lines, true_up
+from billing.modes import Stretch, within
 from billing.owners import Owners
 from billing.periods import Period
 from billing.prices import PriceBook
@@ -48,6 +49,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     rule: PeriodRule
     stays: dict[str, list[Stay]]
     terms: InvoiceTerms
+    left_out: tuple[Stretch, ...]  # charges that meters ask for
 
 
 class CuttingService(UsageService):
@@ -202,6 +204,7 @@ def cut_of(books: Books, tenant_id: str, period: Period, time_us: int) -> Cut:
         rule=rule,
         stays=books.stays.of(tenant_id),
         terms=books.terms.of(tenant_id, period, rule),
+        left_out=books.modes.metered(books.seq).stretches,
     )
 
 
@@ -241,6 +244,7 @@ def compose(id: str, period: Period, cut: Cut, taken: Taken) -> Invoice:
         events_digest=taken.digest(),
         created_us=cut.time_us,
         true_up=true_up(lines, charges),
+        left_out=cut.left_out,
         basis=taken.basis(rule),
         terms=terms,
     )
@@ -253,7 +257,7 @@ def _entry(number: int, rated: UsageRated, cut: Cut, period: Period, owners: Own
     late_of = None if own else _standing(rated.ts_us, cut.invoices)
     if number > cut.seq or not (own or late_of):
         return None
-    free = owners.of(rated.ts_us, number) is None
+    free = not within(number, cut.left_out) and owners.of(rated.ts_us, number) is None
     return Entry(rated, late_of, free) if own or free else None
 
 

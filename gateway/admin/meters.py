@@ -9,7 +9,7 @@ from litestar import Router, get, patch
 from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
-from billing.meters import Reject
+from billing.meter_rejects import Reject
 from gateway.admin.invoices import InvoiceView, show_invoice
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin

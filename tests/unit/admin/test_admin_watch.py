@@ -16,6 +16,7 @@ from litestar.di import Provide
 
 from billing.alerts import AlertKind
 from billing.errors import ExportError
+from billing.stripe_calls import StripeUnavailable
 from billing.webhooks import StripeWebhooks
 from gateway.admin import reconcile
 from gateway.cli_invoices import invoice_group
@@ -117,6 +118,13 @@ async def test_drift_is_found_with_its_ids_and_made_up(world: World, stripe_doub
     moved = await world.call("PATCH", "/stripe/invoices")
     assert [(one["id"], one["status"]) for one in moved["data"]] == [(invoice["id"], "paid")]
     assert (await world.get("/reconcile", **query))["ok"]
+
+
+def metering(world: World) -> tuple[Watch, Telemetry]:
+    """A server whose setting is to meter."""
+    parts = money_parts(msgspec.structs.replace(world.settings, export_mode="meter"), world.stores, world.clock)
+    world.state.exporter, world.state.meters = parts["exporter"], parts["meters"]
+    return watching(world, export_mode="meter")
 
 
 def watching(world: World, **settings: Any) -> tuple[Watch, Telemetry]:
@@ -231,6 +239,55 @@ async def test_an_export_that_fails_is_an_alert(world: World, stripe_double: Str
     assert len(await alerts(world)) == 1  # one an hour
 
 
+async def test_an_alert_that_cannot_be_told_hides_no_error(world: World, stripe_double: StripeDouble) -> None:
+    invoice = world.stores.billing.invoice((await exported(world))["id"])
+
+    def broken(*_: object) -> None:
+        raise OSError("the outbox is away")
+
+    world.state.exporter.on_failure = broken
+    stripe_double.faults.append(Fault("reset_before", times=3))
+    with pytest.raises(StripeUnavailable, match="could not be reached"):
+        await asyncio.to_thread(world.state.exporter.export, invoice, world.stores.billing.tenant("acme"), {})
+
+
+async def test_old_alerts_go_where_nothing_is_sent_too(world: World) -> None:
+    watch, _ = watching(world)
+    world.state.alerts.tell(AlertKind.EXPORT_FAILED, "old", {}, world.clock.us)
+    watch._follow()
+    assert len(await alerts(world)) == 1
+    world.later(91 * 86_400)
+    watch._follow()
+    assert await alerts(world) == []
+
+
+async def test_a_batch_that_breaks_behind_what_it_put_aside_is_told_of(
+    world: World, stripe_double: StripeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, _ = metering(world)
+    stripe_double.clock.freeze(world.clock.us // 1_000_000)
+    watch._meter()
+    await world.tenant()
+    event = world.request("acme", cached=0, completion=0)
+    await asyncio.to_thread(world.stores.recorder.flush, 5)
+    world.later(86_400 * 36)
+    stripe_double.clock.freeze(world.clock.us // 1_000_000)
+    keep = world.state.meters._keep
+
+    def dies(rejects: Any) -> None:
+        keep(rejects)
+        raise OSError("killed behind it")
+
+    monkeypatch.setattr(world.state.meters, "_keep", dies)
+    with pytest.raises(OSError, match="killed"):
+        watch._meter()
+    (alert,) = await alerts(world)
+    assert [one["event"] for one in alert["message"]["data"]["events"]] == [event.event_id]
+    monkeypatch.undo()
+    watch._meter()
+    assert len(await alerts(world)) == 1
+
+
 async def test_suspension_and_failed_payments_are_alerts(world: World, stripe_double: StripeDouble) -> None:
     watch, _ = watching(world)
     watch._follow()
@@ -252,9 +309,7 @@ async def test_suspension_and_failed_payments_are_alerts(world: World, stripe_do
 
 
 async def test_meters_instead_of_invoices(world: World, stripe_double: StripeDouble) -> None:
-    settings = msgspec.structs.replace(world.settings, export_mode="meter")
-    world.state.exporter = money_parts(settings, world.stores, world.clock)["exporter"]
-    watch, telemetry = watching(world, export_mode="meter")
+    watch, telemetry = metering(world)
     stripe_double.clock.freeze(world.clock.us // 1_000_000)
     assert (await world.get("/meters"))["begun_at"] is None
     watch._meter()
@@ -280,7 +335,7 @@ async def test_meters_instead_of_invoices(world: World, stripe_double: StripeDou
 
 
 async def test_what_stripe_never_takes_is_an_alert_that_names_it(world: World, stripe_double: StripeDouble) -> None:
-    watch, _ = watching(world, export_mode="meter")
+    watch, _ = metering(world)
     stripe_double.clock.freeze(world.clock.us // 1_000_000)
     watch._meter()
     await world.tenant()
@@ -314,7 +369,7 @@ async def test_all_rounds_run_and_end(world: World) -> None:
         "meters",
     }
     quiet, _ = watching(world, reconcile_every_s=0.0)
-    assert [each.name for each in quiet.rounds] == ["alert-feed", "spool-lag"]
+    assert [each.name for each in quiet.rounds] == ["alert-feed", "spool-lag", "meters"]
 
 
 def _secret() -> str:

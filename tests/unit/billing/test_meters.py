@@ -12,7 +12,10 @@ import pytest
 
 from billing.errors import ExportError, NotFound
 from billing.line import InvoiceLine, LineKind
-from billing.meters import LEFT, REFUSED, UNSURE, WAITING, MeterExport, Progress, event_name, identifier
+from billing.meter_events import METERS, event_name, identifier
+from billing.meter_rejects import LEFT, REFUSED, UNSURE, WAITING
+from billing.meters import MeterExport, Progress
+from billing.modes import ExportMode
 from billing.store import EventStore
 from billing.stripe import StripeExporter
 from billing.stripe_calls import StripeRefused, StripeUnavailable
@@ -48,9 +51,8 @@ class Works:
         exporter = StripeExporter(self.double.api_key, self.double.url, http_client=http, sleep=lambda _: None)
         store = EventStore(self.house.url)
         self.stores.append(store)
-        return MeterExport(
-            store, self.house.billing, exporter, holder=holder, clock_us=self.house.clock, **{"workers": 1, **more}
-        )
+        given = {"workers": 1, "mode": ExportMode.METER, **more}
+        return MeterExport(store, self.house.billing, exporter, holder=holder, clock_us=self.house.clock, **given)
 
     def run(self, **more: Any) -> Progress:
         progress = self.export(**more).run()
@@ -118,6 +120,16 @@ def test_an_identifier_is_short_and_its_own() -> None:
     long = {identifier("e" * 200 + str(n), kind) for n in range(3) for kind in ("prompt", "cached")}
     assert len(long) == 6
     assert max(map(len, long)) <= 100
+
+
+def test_each_class_has_a_meter_that_says_its_unit() -> None:
+    named = {kind: (meter.event_name, meter.unit) for kind, meter in METERS.items()}
+    assert named["prompt"] == ("meterhouse_prompt", "token")
+    assert named["tool_call"] == ("meterhouse_tool_call", "call")
+    assert named["audio_second"] == ("meterhouse_audio_millisecond", "millisecond")
+    assert named["compute_second"] == ("meterhouse_compute_microsecond", "microsecond")
+    assert set(named) == {one.value for one in TokenClass} - {"adapter_month"}
+    assert len({name for name, _ in named.values()}) == len(named)
 
 
 def test_batches_and_workers_change_nothing(works: Works) -> None:
@@ -354,20 +366,8 @@ def test_faults_kills_and_pauses_at_random(works: Works, seed: int) -> None:
     assert works.at_stripe() == works.used()
 
 
-def test_an_invoice_of_metered_usage_is_not_exported_too(works: Works) -> None:
+def test_an_invoice_that_asks_for_no_usage_is_not_exported_beside_meters(works: Works) -> None:
     export = works.export()
-    assert export.refusal(_invoice(cut_seq=1), metered=False) == ""
-    assert "export_mode" in export.refusal(_invoice(cut_seq=1), metered=True)
-    begun(works, 2)
-    works.run()
-    position = export.position()
-    assert position is not None
-    assert export.refusal(_invoice(cut_seq=position.from_seq), metered=True) == ""
-    later = _invoice(cut_seq=position.done_seq + 1, period_start_us=position.from_us)
-    assert "meters" in export.refusal(later, metered=True)
-    assert "meters" in export.refusal(later, metered=False)
-    after = _invoice(cut_seq=position.done_seq + 9, period_start_us=works.house.clock.now_us + 3_600_000_000)
-    assert export.refusal(after, metered=False) == ""
     usage = InvoiceLine(
         id="l1",
         model="base",
@@ -380,10 +380,21 @@ def test_an_invoice_of_metered_usage_is_not_exported_too(works: Works) -> None:
         unit_price_nano=1,
         amount_minor=0,
     )
-    tax = msgspec.structs.replace(usage, id="l2", kind=LineKind.TAX, token_class=None)
-    assert "on no meter" not in export.refusal(_invoice(cut_seq=position.done_seq + 1, lines=(usage,)), metered=True)
-    told = export.refusal(_invoice(cut_seq=position.done_seq + 1, lines=(usage, tax)), metered=True)
-    assert told.endswith("its lines of the kind tax are on no meter: they are agreed in Stripe")
+    month = msgspec.structs.replace(usage, id="l2", kind=LineKind.ADAPTER)
+    tax = msgspec.structs.replace(usage, id="l3", kind=LineKind.TAX, token_class=None)
+    minimum = msgspec.structs.replace(usage, id="l4", kind=LineKind.COMMITMENT, token_class=None)
+    nothing, with_month = _invoice(lines=(), event_count=0), _invoice(lines=(month, tax), event_count=0)
+    with_usage, with_minimum = _invoice(lines=(usage, tax)), _invoice(lines=(usage, minimum))
+    assert not [export.refusal(one) for one in (nothing, with_month, with_usage, with_minimum) if export.refusal(one)]
+    begun(works, 2)
+    told = [
+        export.refusal(msgspec.structs.replace(one, left_out=works.house.billing.metered().stretches, cut_seq=99))
+        for one in (nothing, with_month, with_usage, with_minimum)
+    ]
+    assert "export_mode" in told[0]
+    assert told[1].endswith("its lines of the kind adapter, tax are on no meter: they are agreed in Stripe")
+    assert told[2] == ""
+    assert "minimum" in told[3]
 
 
 def test_what_is_not_put_aside_cannot_be_decided(works: Works) -> None:

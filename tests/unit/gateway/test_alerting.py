@@ -6,6 +6,7 @@ import base64
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,24 @@ def test_an_alert_arrives_signed_and_once(desk: Desk) -> None:
     assert (message["type"], message["data"]) == ("export.failed", {"invoice": "inv-1"})
     assert message["timestamp"].endswith("Z")
     assert desk.state() == (AlertState.DELIVERED, 1)
+
+
+def test_two_who_tell_the_same_at_once_end_with_one(ledger_url: str, receiver: Receiver) -> None:
+    """The second waits, or finds it, and neither ends with an error; on both databases."""
+    desk = Desk(ledger_url, receiver)
+    other = Alerts(EventStore(ledger_url), sends=True)
+    begin = threading.Barrier(2)
+
+    def tell(alerts: Alerts, found: list[bool]) -> None:
+        begin.wait()
+        found += [alerts.tell(AlertKind.EXPORT_FAILED, f"c{number}", {}, desk.us) for number in range(20)]
+
+    found: list[list[bool]] = [[], []]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(tell, (desk.alerts, other), found))
+    other._store.close()
+    desk.billing.close()
+    assert [sum(pair) for pair in zip(*found, strict=True)] == [1] * 20
 
 
 def test_the_signature_is_of_the_bytes_that_are_sent(desk: Desk) -> None:

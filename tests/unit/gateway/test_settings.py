@@ -58,6 +58,15 @@ def test_faults_are_named(
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize("given", ["", "user:pass@"])
+@pytest.mark.parametrize("rest", ["/services/T0/B0/s3cret", "?token=s3cret", "/#s3cret", "/a@s3cret/b"])
+def test_of_where_alerts_go_only_the_host_is_shown(given: str, rest: str) -> None:
+    settings = load({"alert_url": f"https://{given}hooks.example:8443{rest}"}, {})
+    assert settings.shown()["alert_url"] == "https://hooks.example:8443/***"
+    assert "s3cret" not in repr(settings)
+    assert "pass" not in settings.shown()["alert_url"]
+
+
 def test_secrets_are_not_shown() -> None:
     settings = Settings(
         admin_key="s3cret",
