@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from gateway.cli import main
 from gateway.settings import fields
 from tests.fixtures.server import ADMIN_KEY, ServerProcess, free_port
 
@@ -51,6 +53,14 @@ class Cli:
         assert "Traceback" not in done.stderr
         assert done.stderr.startswith("Error: " if code == 1 else "Usage: ")
         return done.stderr
+
+
+class InProcess(Cli):
+    """The same without a process for each command."""
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        done = CliRunner(env={"METERHOUSE_ADMIN_KEY": ADMIN_KEY}).invoke(main, arguments)
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -104,7 +114,8 @@ def test_an_invoice_is_made_by_hand_without_a_server(folder: Cli) -> None:
     assert [one["id"] for one in folder.json("invoice", "list", "--tenant=acme")] == [made["id"]]
 
 
-def test_budgets_grants_suspension_and_a_statement(server: Cli, tmp_path: Path) -> None:
+def test_budgets_grants_suspension_and_a_statement(real_server: ServerProcess, tmp_path: Path) -> None:
+    server = InProcess(f"--port={real_server.port}", f"--data-dir={real_server.data_dir}")
     server.json("tenant", "create", "Zeta", "--id=zeta", "--dunning-steps=suspend@9")
     server.json("credit", "grant", "zeta", "5.00", "--reason=x", "--priority=3", "--expires-at=2099-01-01")
     (grant,) = server.json("credit", "list", "zeta")

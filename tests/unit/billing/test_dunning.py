@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -132,6 +133,28 @@ def test_a_second_process_that_looks_at_once_writes_nothing(either_house: Any) -
         assert other._dunnings_due(desk.house.clock())  # each finds it due by what it knows
     assert [desk.billing.notice(), other.notice(), desk.billing.notice(), other.notice()] == [1, 0, 0, 0]
     assert other.dunning(next(iter(desk.billing.dunnings())).invoice_id) == desk.billing.dunnings()[0]
+
+
+def test_four_processes_that_look_together_take_each_step_once(either_house: Any) -> None:
+    desk = Desk(either_house)
+    desk.invoice()
+    id = desk.invoice()
+    for one in desk.billing.invoices():
+        desk.sync(one.id, "open")
+    others = [desk.house.open() for _ in range(4)]
+    for other in others:
+        other._dunning = desk.policy
+    with ThreadPoolExecutor(len(others)) as threads:
+        for _ in range(4):
+            list(threads.map(Billing.notice, others * 2))
+            desk.days(14)
+    assert sorted(desk.told()) == sorted(
+        ["dunning.started", "dunning.step notice", "dunning.step notice", "dunning.step suspend", "suspension.placed"]
+        * 2
+    )
+    assert len(desk.billing._store.read(0, 10_000)) == desk.billing._store.verify_chain()
+    desk.billing.refresh()
+    assert id in suspended(desk.billing)
 
 
 def test_payment_opens_the_door_and_the_other_process_learns_it(desk: Desk) -> None:
