@@ -15,7 +15,7 @@ from billing.books import Books
 from billing.invoice import Invoice, InvoiceStatus
 from billing.provider import ProviderInvoice, moves
 from billing.service.payments import TooEarly
-from billing.store import GENESIS, StoredEvent, chained
+from billing.store import StoredEvent, chained
 from billing.stripe import StripeExporter
 from billing.stripe_calls import StripeUnavailable
 from billing.webhooks import StripeWebhooks, WebhookRefused
@@ -267,9 +267,13 @@ def test_an_invoice_of_an_older_ledger_is_one_that_nobody_paid() -> None:
         '"events_digest":"","created_us":1,"finalized_us":2,"export_started_us":3,"exported_us":4,"voided_us":null,'
         '"voided_seq":null,"stripe_invoice_id":"in_1","stripe_ids":{}}}'
     )
-    row = StoredEvent(1, "invoice:inv-1", 1, "invoice.drafted", written, "system", 1, None, None, None, "")
+    tenant = '{"type":"tenant.created","tenant":{"id":"acme","name":"Acme","currency":"usd","created_us":1}}'
     books = Books()
-    books.apply(msgspec.structs.replace(row, hash=chained(GENESIS, row)))
+    for seq, (stream, kind, text) in enumerate(
+        [("tenant:acme", "tenant.created", tenant), ("invoice:inv-1", "invoice.drafted", written)], start=1
+    ):
+        row = StoredEvent(seq, stream, 1, kind, text, "system", 1, None, None, None, "")
+        books.apply(msgspec.structs.replace(row, hash=chained(books.hash, row)))
     invoice = books.invoices.get("inv-1")
     assert (invoice.status, invoice.paid_us, invoice.payment_failures) == (InvoiceStatus.EXPORTED, None, 0)
     assert [type(fact).__struct_config__.tag for fact in moves(invoice, _there("paid"), 9)] == ["invoice.paid"]
