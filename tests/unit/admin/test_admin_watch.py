@@ -19,7 +19,6 @@ from billing.errors import ExportError
 from billing.stripe_calls import StripeUnavailable
 from billing.webhooks import StripeWebhooks
 from gateway.admin import reconcile
-from gateway.cli_invoices import invoice_group
 from gateway.errors import handle
 from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
@@ -411,7 +410,7 @@ async def test_invoices_go_by_themselves_and_a_failure_is_an_alert_a_day(
     assert data["behind"] == {"gateway": "gw0", "stored_until": "2026-12-01T02:00:00Z"}
 
 
-async def test_what_is_due_is_listed_and_made_when_asked(world: World) -> None:
+async def test_what_is_due_is_listed_and_made_when_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.tenant()
     world.request("acme")
     assert (await world.get("/invoices/due"))["data"] == []
@@ -419,7 +418,7 @@ async def test_what_is_due_is_listed_and_made_when_asked(world: World) -> None:
     due = {"tenant": "acme", "period_start": "2026-11-01T00:00:00Z", "period_end": "2026-12-01T00:00:00Z"}
     await asyncio.to_thread(world.stores.recorder.flush, 5)
     assert (await world.get("/invoices/due"))["data"] == [due]
-    typed = Typed(world, lambda admin: (invoice_group(admin),))
+    typed = Typed(world, monkeypatch)
     assert await typed("invoice", "due") == [due]
     done = await typed("invoice", "due", "--run=finalize")
     assert (done["finalized"], done["failures"]) == (done["drafted"], [])

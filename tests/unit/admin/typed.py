@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import click
 import httpx
+import pytest
 from click.testing import CliRunner
 
+from gateway.cli import main
 from gateway.client import AdminClient
-from gateway.printing import Printer
+from gateway.commands import base
 from tests.unit.admin.conftest import ADMIN_KEY, World
 
 
 class Typed:
     """Commands as somebody types them, against the API of a world."""
 
-    def __init__(self, world: World, commands: Callable[[Any], tuple[click.Command, ...]]) -> None:
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
 
         def send(request: httpx.Request) -> httpx.Response:
             return asyncio.run_coroutine_threadsafe(world.client.send(request), loop).result()
 
-        api = AdminClient("http://test", ADMIN_KEY, send)
+        @contextmanager
+        def connect(*_: object) -> Iterator[AdminClient]:
+            yield AdminClient("http://test", ADMIN_KEY, send)
 
-        def admin(command: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(command)
-            def run(**given: Any) -> None:
-                command(api, Printer(as_json=True), **given)
+        monkeypatch.setattr(base, "connect", connect)
 
-            return run
-
-        self._commands = {command.name: command for command in commands(admin)}
-
-    async def __call__(self, name: str, *arguments: str) -> Any:
+    async def __call__(self, *arguments: str) -> Any:
         """What the command prints. Raises what it ended with."""
-        done = await asyncio.to_thread(CliRunner().invoke, self._commands[name], arguments, standalone_mode=False)
+        done = await asyncio.to_thread(CliRunner().invoke, main, (*arguments, "--json"), standalone_mode=False)
         if done.exception is not None:
             raise done.exception
         return json.loads(done.stdout)

@@ -44,7 +44,7 @@ def test_the_example_settings_load_and_show_real_defaults() -> None:
     settings = load({}, {}, path)
     assert (settings.port, settings.data_dir) == (8000, Path("/var/lib/meterhouse"))
     commented = re.findall(r"^# (\w+ = .+)$", path.read_text(), re.MULTILINE)
-    assert len(commented) == 3
+    assert len(commented) == 4
     uncommented = path.read_text() + "\n" + "\n".join(commented)
     assert set(tomllib.loads(uncommented)) <= set(Settings.__struct_fields__)
 

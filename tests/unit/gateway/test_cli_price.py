@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from gateway.cli_price import price_commands
-from gateway.printing import Printer
+from gateway.cli import main
+from gateway.commands import base
 
 ROW = {"tenant": "acme", "model": None, "requests": 3, "charged": "1.00", "currency": "usd"}
 ANSWER = {
@@ -35,11 +36,15 @@ class Api:
         return self.answer
 
 
-def run(api: Api, *arguments: str, as_json: bool = False) -> Result:
-    def admin(function: Callable[..., None]) -> Callable[..., None]:
-        return lambda **given: function(api, Printer(as_json), **given)
+@contextmanager
+def connected(api: Api) -> Iterator[Api]:
+    yield api
 
-    return CliRunner().invoke(price_commands(admin), ["simulate", *RANGE, *arguments])
+
+def run(api: Api, *arguments: str) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "connect", lambda *_: connected(api))
+        return CliRunner().invoke(main, ["price", "simulate", *RANGE, *arguments])
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
@@ -71,7 +76,7 @@ def test_what_has_no_price_is_told_and_is_the_exit_code() -> None:
     assert shown.exit_code == 1
     for told in ("acme", "1.00", "pirate", "no price in usd", "acme: 1 requests have no charge yet"):
         assert told in shown.output
-    plain = run(Api(ANSWER), "--as-if=p1", as_json=True)
+    plain = run(Api(ANSWER), "--as-if=p1", "--json")
     assert plain.exit_code == 1
 
 

@@ -7,7 +7,6 @@ server may run on what it fills.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ import msgspec
 
 from gateway import settings as settings_module
 from gateway.client import AdminClient, CallFailed
+from gateway.commands.base import admin
 from gateway.flags import settings_flags
 from gateway.printing import Printer
 
 BACKUP = ("id", "instant", "requests", "open", "ledger_events", "files", "nbytes")
 CHECKED = ("id", "gateway", "instant", "requests", "ledger_events", "files", "nbytes")
-HOLD = ("held", "backup", "instant", "restored_at")
 RESTORED = ("id", "requests", "settled", "ledger_events")
 POLL_S = (0.05, 0.1, 0.25, 0.5, 1.0)
-
-Admin = Callable[[Callable[..., None]], Callable[..., None]]
 
 _TARGET = (
     *("data_dir", "ledger_url", "clickhouse_url", "clickhouse_cluster", "clickhouse_replicated"),
@@ -33,50 +30,31 @@ _TARGET = (
 )
 
 
-def backup_command(admin: Admin) -> click.Command:
-    """`admin` gives the command the admin API, a printer and their flags."""
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@admin
+def backup(api: AdminClient, printer: Printer, folder: Path) -> None:
+    """Back everything up into FOLDER (on the server), beside what runs; exit code 1 when something is lacking.
 
-    @click.command()
-    @click.argument("folder", type=click.Path(path_type=Path))
-    @admin
-    def backup(api: AdminClient, printer: Printer, folder: Path) -> None:
-        """Back everything up into FOLDER (on the server), beside what runs; exit code 1 when something is lacking.
-
-        Ledger, usage, spool, journal, archive, adapters and keys, of one instant, checksummed. It has secrets and
-        end users' names in it.
-        """
-        found = api.post("/backups", body={"path": str(folder.absolute())})
-        polls = iter(POLL_S)
-        while found["state"] == "running":
-            time.sleep(next(polls, POLL_S[-1]))
-            found = api.get("/backups/{}", found["id"])
-        if found["state"] == "failed":
-            raise CallFailed(found["fault"])
-        printer.show(found, BACKUP)
-        if others := found["other_gateways"]:
-            printer.say(f"Not in it: the data folders of the gateways {', '.join(others)}; back each up there.")
-        if found["lacking"]:
-            printer.say(
-                f"{found['lacking']} requests that the ledger knows have their usage nowhere here: "
-                "`meterhouse reconcile` names them."
-            )
-            raise click.exceptions.Exit(1)
-
-    return backup
-
-
-def release_command(admin: Admin) -> click.Command:
-    """`stripe release`; `admin` as above."""
-
-    @click.command("release")
-    @admin
-    def release(api: AdminClient, printer: Printer) -> None:
-        """After a restore: let invoices go whose periods were looked for in Stripe."""
-        before = api.get("/stripe/hold")
-        api.delete("/stripe/hold")
-        printer.show({**before, "held": False}, HOLD)
-
-    return release
+    Ledger, usage, spool, journal, archive, adapters and keys, of one instant, checksummed. It has secrets and
+    end users' names in it.
+    """
+    found = api.post("/backups", body={"path": str(folder.absolute())})
+    polls = iter(POLL_S)
+    while found["state"] == "running":
+        time.sleep(next(polls, POLL_S[-1]))
+        found = api.get("/backups/{}", found["id"])
+    if found["state"] == "failed":
+        raise CallFailed(found["fault"])
+    printer.show(found, BACKUP)
+    if others := found["other_gateways"]:
+        printer.say(f"Not in it: the data folders of the gateways {', '.join(others)}; back each up there.")
+    if found["lacking"]:
+        printer.say(
+            f"{found['lacking']} requests that the ledger knows have their usage nowhere here: "
+            "`meterhouse reconcile` names them."
+        )
+        raise click.exceptions.Exit(1)
 
 
 @click.command()
