@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from metering.disk import fsync
@@ -219,22 +220,42 @@ class Archive:
                         found.update(id for ts_us, id, standing in rows if not standing and start_us <= ts_us < end_us)
         return sorted(found)
 
+    def scanned(self, months: Iterable[int], start_us: int, end_us: int) -> int:
+        """How many rows, of all tenants, lie in the files' stretches that `events` of [start, end) has to read."""
+        return sum(
+            file.metadata.row_group(group).num_rows
+            for month in months
+            for part in self.manifest(month).parts
+            if part.first_us < end_us and start_us <= part.last_us
+            for file, group in self._groups(month, part, start_us, end_us)
+        )
+
     def _part(self, month: int, part: Part, tenant: str | None, start_us: int, end_us: int) -> Iterator[UsageEvent]:
-        for batch in self._batches(month, part, start_us, end_us, _SCHEMA.names):
-            for i, ts_us in enumerate(batch["ts_us"]):
-                if start_us <= ts_us < end_us and tenant in (None, batch["tenant"][i]) and batch["standing"][i]:
-                    yield _event(batch["body"][i], batch["content_hash"][i])
+        for file, group in self._groups(month, part, start_us, end_us):
+            rows = file.read_row_group(group, columns=["ts_us", "tenant", "content_hash", "standing", "body"])
+            times = rows["ts_us"]
+            wanted = pc.and_(pc.greater_equal(times, start_us), pc.less(times, end_us))
+            wanted = pc.and_(wanted, rows["standing"])
+            if tenant is not None:
+                wanted = pc.and_(wanted, pc.equal(rows["tenant"], tenant))
+            found = rows.select(["body", "content_hash"]).filter(wanted).to_pydict()
+            yield from map(_event, found["body"], found["content_hash"])
 
     def _batches(
         self, month: int, part: Part, start_us: int, end_us: int, columns: list[str]
     ) -> Iterator[dict[str, list[Any]]]:
         """The row groups that may have events of [start, end), as columns."""
+        for file, group in self._groups(month, part, start_us, end_us):
+            yield file.read_row_group(group, columns=columns).to_pydict()
+
+    def _groups(self, month: int, part: Part, start_us: int, end_us: int) -> Iterator[tuple[Any, int]]:
+        """The row groups that may have events of [start, end): the open file, and which of it."""
         path = self._folder(month) / part.file
         with closing(_opened(path, part)) as file:
             for group in range(file.num_row_groups):
                 times = file.metadata.row_group(group).column(0).statistics
                 if times.min < end_us and start_us <= times.max:
-                    yield file.read_row_group(group, columns=columns).to_pydict()
+                    yield file, group
 
     def _folder(self, month: int) -> Path:
         return self.folder / shown(month)

@@ -26,7 +26,7 @@ from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 from metering import frozen, hourly, queries, retention
 from metering.archive import Archive, ArchivedEvent, month_of, month_us, within
 from metering.counts import HOUR_US, CountRow, add_rows, hour_of, row_of
-from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
+from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreTooMuch, StoreUnavailable
 from metering.events import VERSION, Outcome, UsageEvent, VersionError, content_hash, encode
 from metering.frozen import UsageRow
 from metering.queries import Query
@@ -52,6 +52,9 @@ _ON_CLUSTER = {
     "fallback_to_stale_replicas_for_distributed_queries": 0,
 }
 _DATABASE = "meterhouse"  # inside a chDB folder; `migrations.runner`, which may not be imported here, has the same
+MOST_READ = 1_000_000  # events read one by one for an answer that is bounded: some ten seconds
+MOST_SCANNED = 5_000_000  # of all tenants, in the archive's files that lie in the range
+_TOO_MANY_ROWS = 158
 _VIOLATED_CONSTRAINT = 469  # the one server error that speaks of the rows alone: nothing else may bury an event
 _TS_LIMIT_US = (1 << 32) * 1_000_000  # toStartOfHour of the sort key is 32 bits wide
 _LIMITS = {
@@ -189,18 +192,21 @@ class UsageStore:
         bucket: str = "day",
         group_by: Sequence[str] = (),
         only: Mapping[str, Sequence[str]] | None = None,
+        most: int | None = None,
     ) -> list[UsageRow]:
         """Requests and token sums of [start, end) per UTC bucket and group, by the sums of hours where they stand.
 
-        `only`: group → the values that are taken. Raises `ValueError` for an unknown name.
+        `only`: group → the values that are taken. `most`: rows; no more are held at once, here or by a thread of the
+        store, and no more than `MOST_READ` archived events are read. Raises `ValueError` for an unknown name, and
+        `StoreTooMuch` past `most`.
         """
         names, filters = queries.checked_groups(bucket, group_by, only)
 
         def of_sums(start_us: int, end_us: int) -> list[UsageRow]:
-            return self._summed_usage(tenant, start_us, end_us, bucket, names, filters)
+            return self._summed_usage(tenant, start_us, end_us, bucket, names, filters, most)
 
         def of_events(start_us: int, end_us: int) -> list[UsageRow]:
-            return frozen.usage_of(self.events(tenant, start_us, end_us), bucket, names, filters)
+            return self._read_usage(tenant, start_us, end_us, bucket, names, filters, most)
 
         def cut(dropped: Sequence[int]) -> list[tuple[int, int]]:
             if not hourly.can_answer(bucket, [*names, *filters]):
@@ -208,7 +214,7 @@ class UsageStore:
             return [span for span in frozen.edges(start_us, end_us) if within(dropped, *span)]
 
         parts = self._steadily(start_us, end_us, of_sums, of_events, cut)
-        return frozen.added(itertools.chain(*parts), names) if len(parts) > 1 else parts[0]
+        return frozen.added(itertools.chain(*parts), names, most) if len(parts) > 1 else parts[0]
 
     def _summed_usage(
         self,
@@ -218,16 +224,45 @@ class UsageStore:
         bucket: str,
         names: Sequence[str],
         filters: Mapping[str, Sequence[str]],
+        most: int | None,
     ) -> list[UsageRow]:
         """`usage` of a range of which no month is moved, and no hour of a dropped month is cut."""
         dropped = within(self._dropped_months(), start_us, end_us)
         raw = self._unsummed(start_us, end_us, dropped)
-        query = queries.usage(tenant, start_us, end_us, bucket, names, filters)
+        query = queries.usage(tenant, start_us, end_us, bucket, names, filters, most)
         if hourly.can_answer(bucket, [*names, *filters]) and hourly.can_list(raw):
-            query = hourly.usage(tenant, start_us, end_us, bucket, names, filters, raw_hours_us=raw, dropped=dropped)
+            query = hourly.usage(
+                tenant, start_us, end_us, bucket, names, filters, most, raw_hours_us=raw, dropped=dropped
+            )
         elif dropped:
-            return frozen.usage_of(self.events(tenant, start_us, end_us), bucket, names, filters)
-        return [_usage_row(row, names) for row in self._query(query)]
+            return self._read_usage(tenant, start_us, end_us, bucket, names, filters, most)
+        try:
+            rows = self._query(query)
+        except StoreUnavailable as error:
+            if most is not None and getattr(error.__cause__, "code", None) == _TOO_MANY_ROWS:
+                frozen.check_rows(most + 1, most)
+            raise
+        frozen.check_rows(len(rows), most)
+        return [_usage_row(row, names) for row in rows]
+
+    def _read_usage(
+        self,
+        tenant: str | None,
+        start_us: int,
+        end_us: int,
+        bucket: str,
+        names: Sequence[str],
+        filters: Mapping[str, Sequence[str]],
+        most: int | None,
+    ) -> list[UsageRow]:
+        """`usage` event by event. With `most`, bounded before anything is read and while it is."""
+        events = self.events(tenant, start_us, end_us)
+        if most is not None:
+            months = self._archived_within(start_us, end_us)
+            if months and self._archive().scanned(months, start_us, end_us) > MOST_SCANNED:
+                raise StoreTooMuch(f"reads more than {MOST_SCANNED} archived requests one by one")
+            events = _at_most(events, MOST_READ)
+        return frozen.usage_of(events, bucket, names, filters, most)
 
     def counts(self, start_us: int, end_us: int) -> list[CountRow]:
         """Sums per tenant, model and hour, for hours that begin in [start, end): of the events, and of the hourly sums
@@ -513,6 +548,13 @@ def _split(start_us: int, end_us: int, spans: Sequence[tuple[int, int]]) -> list
         parts.append(((first_us, last_us), True))
         start_us = last_us
     return [*parts, ((start_us, end_us), False)] if start_us < end_us or not parts else parts
+
+
+def _at_most(events: Iterator[UsageEvent], most: int) -> Iterator[UsageEvent]:
+    for number, event in enumerate(events):
+        if number == most:
+            raise StoreTooMuch(f"reads more than {most} requests one by one")
+        yield event
 
 
 def _once(events: Iterator[UsageEvent]) -> Iterator[UsageEvent]:

@@ -4,6 +4,7 @@ MeteringError
 ├── Rejected           the sink will never take (one of) these events as they are
 └── StoreError
     ├── StoreUnavailable   not reachable, overloaded or too slow now; what was sent may have been stored
+    ├── StoreTooMuch       the answer would be longer, or take more reading, than the asker said
     ├── StoreDamaged       what is stored is not what was inserted
     └── StoreNewer         what is stored was written by a newer version of Meterhouse
 """
@@ -25,6 +26,10 @@ class StoreError(MeteringError):
 
 class StoreUnavailable(StoreError):
     """The store is not reachable, overloaded or too slow now. What was sent may have been stored all the same."""
+
+
+class StoreTooMuch(StoreError):
+    """The answer would be longer, or take more reading, than the asker said. The text is for who asked."""
 
 
 class StoreDamaged(StoreError):

@@ -14,6 +14,7 @@ import msgspec
 
 from metering import hourly
 from metering.counts import HOUR_US, hour_of
+from metering.errors import StoreTooMuch
 from metering.events import UsageEvent
 from metering.queries import GROUPS, SUMS
 
@@ -31,9 +32,13 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 def usage_of(
-    events: Iterable[UsageEvent], bucket: str, names: Sequence[str], filters: Mapping[str, Sequence[str]]
+    events: Iterable[UsageEvent],
+    bucket: str,
+    names: Sequence[str],
+    filters: Mapping[str, Sequence[str]],
+    most: int | None = None,
 ) -> list[UsageRow]:
-    """What `queries.usage` says, of these events."""
+    """What `queries.usage` says, of these events. Raises `StoreTooMuch` at the row past `most`."""
     start, wanted = _STARTS[bucket], {GROUPS[name]: set(values) for name, values in filters.items()}
     columns = [GROUPS[name] for name in names]
     sums: dict[tuple[Any, ...], list[int]] = {}
@@ -41,16 +46,24 @@ def usage_of(
         if all(str(getattr(event, column)) in values for column, values in wanted.items()):
             key = (start(event.ts_us), *(str(getattr(event, column)) for column in columns))
             _add(sums.setdefault(key, [0] * (1 + len(SUMS))), event)
+            check_rows(len(sums), most)
     return _rows(sums, names)
 
 
-def added(rows: Iterable[UsageRow], names: Sequence[str]) -> list[UsageRow]:
-    """One row per bucket and group, in order; the rows of one are added up."""
+def check_rows(rows: int, most: int | None) -> None:
+    """Raises `StoreTooMuch` for more rows than `most`."""
+    if most is not None and rows > most:
+        raise StoreTooMuch(f"gives more than {most} results")
+
+
+def added(rows: Iterable[UsageRow], names: Sequence[str], most: int | None = None) -> list[UsageRow]:
+    """One row per bucket and group, in order; the rows of one are added up. Raises as `usage_of` does."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         total = sums.setdefault((row.start_us, *(row.group[name] for name in names)), [0] * (1 + len(SUMS)))
         for i, value in enumerate((row.requests, *(getattr(row, name) for name in SUMS))):
             total[i] += value
+        check_rows(len(sums), most)
     return _rows(sums, names)
 
 

@@ -18,6 +18,7 @@ from metering.queries import (
     STANDING,
     SUMS,
     Query,
+    at_most,
     checked_groups,
     narrowing,
     within,
@@ -68,6 +69,7 @@ def usage(
     bucket: str,
     group_by: Sequence[str],
     only: Mapping[str, Sequence[str]] | None = None,
+    most: int | None = None,
     *,
     raw_hours_us: Sequence[int],
     dropped: Sequence[int] = (),
@@ -97,11 +99,11 @@ def usage(
     return Query(
         f"SELECT {keys}, sum(counted) AS requests, {total} FROM ("
         f"SELECT {BUCKETS[bucket].replace('(ts)', '(hour)')} AS start_s, {groups}sum(requests) AS counted, {summed} "
-        f"FROM {HOURLY} FINAL WHERE {_WHOLE} AND {sums_stand}{of_tenant}{narrowed} "
+        f"FROM {HOURLY} FINAL WHERE {_WHOLE} AND {sums_stand} AND requests > 0{of_tenant}{narrowed} "
         f"GROUP BY {keys} "
         f"UNION ALL SELECT {BUCKETS[bucket]} AS start_s, {groups}count() AS counted, {counted} FROM {EVENTS} FINAL "
         f"WHERE toStartOfHour(ts) IN {_RAW_HOURS} AND {where} AND {STANDING}{narrowed} "
-        f"GROUP BY {keys}) GROUP BY {keys} HAVING requests > 0 ORDER BY {keys}",
+        f"GROUP BY {keys}) GROUP BY {keys} ORDER BY {keys}{at_most(most)}",
         {**parameters, **values},
     )
 

@@ -158,8 +158,10 @@ def usage(
     bucket: str,
     group_by: Sequence[str],
     only: Mapping[str, Sequence[str]] | None = None,
+    most: int | None = None,
 ) -> Query:
     """Requests and token sums per bucket and group, of the events that have in every group of `only` one of its values.
+    With `most`: see `at_most`.
 
     Raises `ValueError` for a bucket or group that does not exist.
     """
@@ -171,9 +173,20 @@ def usage(
     sums = ", ".join(f"sum(toUInt128({name})) AS sum_{name}" for name in SUMS)  # a sum of UInt64 would wrap
     return Query(
         f"SELECT {BUCKETS[bucket]} AS start_s, {groups}count() AS requests, {sums} FROM {EVENTS} FINAL "
-        f"WHERE {where} AND {STANDING}{narrowed} GROUP BY {keys} ORDER BY {keys}",
+        f"WHERE {where} AND {STANDING}{narrowed} GROUP BY {keys} ORDER BY {keys}"
+        f"{at_most(most)}",
         {**parameters, **values},
     )
+
+
+def at_most(rows: int | None) -> str:
+    """Behind a query that groups: so many rows and one, and an error as soon as the store holds more groups than that.
+
+    Without it, the store (which may be in this process) holds every group there is before it gives the first.
+    """
+    if rows is None:
+        return ""
+    return f" LIMIT {rows + 1:d} SETTINGS max_rows_to_group_by = {rows:d}, group_by_overflow_mode = 'throw'"
 
 
 def checked_groups(

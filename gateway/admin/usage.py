@@ -31,14 +31,16 @@ from gateway.admin.ranges import parse_range
 from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time, month_start
 from gateway.admin.watermark import FLUSH_S
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, invalid
 from metering import queries
 from metering.clickhouse import UsageRow as StoredSums
 from metering.clickhouse import UsageStore
+from metering.errors import StoreTooMuch
 
 MAX_DAYS = 366
 MAX_STRETCHES = 500  # one query each
 MAX_ROWS = 100_000
+MAX_SUMS = 3 * MAX_ROWS  # what one stretch's rows are made of: apart by what prices depend on
 PRICES_PAGE = 10_000
 DIMENSIONS = tuple(queries.GROUPS)
 
@@ -165,15 +167,27 @@ def usage_rows(query: Query, usage: UsageStore, billing: Billing) -> list[UsageR
     wanted = ("tenant", "model", "base_model", "endpoint", *query.group_by)
     for start_us, end_us in stretches(query, price_changes(billing, query.tenant)):
         rate = _rater(billing, start_us)
-        for part in usage.usage(
-            tenant=query.tenant, start_us=start_us, end_us=end_us, bucket=query.bucket, group_by=wanted
-        ):
+        for part in _sums(usage, query, start_us, end_us, wanted):
             group = part.group
             key = Key(part.start_us, group["tenant"], tuple(group[name] for name in query.group_by))
             rows.setdefault(key, Sums()).add(part, rate(group))
             if len(rows) > MAX_ROWS:
                 refuse([("group_by", f"gives more than {MAX_ROWS} rows: ask for less time or fewer dimensions")])
     return [_row(key, query.group_by, rows[key]) for key in sorted(rows)]
+
+
+def _sums(usage: UsageStore, query: Query, start_us: int, end_us: int, group_by: tuple[str, ...]) -> list[StoredSums]:
+    try:
+        return usage.usage(
+            tenant=query.tenant,
+            start_us=start_us,
+            end_us=end_us,
+            bucket=query.bucket,
+            group_by=group_by,
+            most=MAX_SUMS,
+        )
+    except StoreTooMuch as error:
+        raise invalid("group_by", f"{error}: ask for less time or fewer dimensions") from None
 
 
 def price_changes(billing: Billing, tenant: str | None) -> Iterator[int]:

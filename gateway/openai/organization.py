@@ -26,9 +26,10 @@ from billing.daily import DayCharge
 from billing.money import format_amount
 from gateway.admin.state import AdminState
 from gateway.auth import authenticate, bearer
-from gateway.errors import invalid
+from gateway.errors import BadRequest, invalid
 from gateway.openai.usage_query import COSTS, SECOND_US, USAGE, UsageQuery, parse_query
 from metering.clickhouse import UsageRow
+from metering.errors import StoreTooMuch
 
 MAX_RESULTS = 50_000  # groups of one page
 
@@ -172,16 +173,18 @@ class Organization:
         buckets = query.buckets()
         if query.batch or not buckets:  # no request is a batch job
             return []
-        rows = self._state.usage.usage(
-            tenant=tenant,
-            start_us=buckets[0][0] * SECOND_US,
-            end_us=buckets[-1][1] * SECOND_US,
-            bucket=_BUCKETS[query.width_s],
-            group_by=[_GROUPS[name] for name in query.group_by if name in _GROUPS],
-            only={_FILTERS[name]: values for name, values in query.filters.items()},
-        )
-        _check_size(len(rows))
-        return rows
+        try:
+            return self._state.usage.usage(
+                tenant=tenant,
+                start_us=buckets[0][0] * SECOND_US,
+                end_us=buckets[-1][1] * SECOND_US,
+                bucket=_BUCKETS[query.width_s],
+                group_by=[_GROUPS[name] for name in query.group_by if name in _GROUPS],
+                only={_FILTERS[name]: values for name, values in query.filters.items()},
+                most=MAX_RESULTS,
+            )
+        except StoreTooMuch as error:
+            raise _too_much(str(error)) from None
 
     def _cost_days(self, tenant: str | None, query: UsageQuery) -> list[list[CostResult]]:
         days: list[list[CostResult]] = []
@@ -211,7 +214,11 @@ def _in_order(item: tuple[tuple[str, Group], list[int]]) -> tuple[str, list[str]
 
 def _check_size(results: int) -> None:
     if results > MAX_RESULTS:
-        raise invalid("group_by", f"gives more than {MAX_RESULTS} results on one page: ask for fewer buckets or groups")
+        raise _too_much(f"gives more than {MAX_RESULTS} results")
+
+
+def _too_much(reason: str) -> BadRequest:
+    return invalid("group_by", f"{reason} on one page: ask for fewer buckets or groups")
 
 
 def _usage_result(row: UsageRow, group_by: tuple[str, ...]) -> UsageResult:

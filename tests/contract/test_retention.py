@@ -14,7 +14,7 @@ from metering import frozen, retention
 from metering.archive import Archive, month_us
 from metering.clickhouse import UsageStore
 from metering.counts import HOUR_US, add_rows, hour_of
-from metering.errors import StoreDamaged, StoreUnavailable
+from metering.errors import StoreDamaged, StoreTooMuch, StoreUnavailable
 from metering.events import UsageEvent
 from metering.lock import FileLock
 from metering.queries import Query
@@ -131,6 +131,27 @@ def test_what_comes_after_the_archive_is_counted_and_is_its_next_part(open_store
     assert store.conflicts(0, EVER_US) == [event_at(6).event_id]
     store.insert(late)
     check(store, [*events, *late])
+
+
+def test_what_is_read_one_by_one_of_an_archive_is_bounded(
+    open_store: Any, archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.insert([msgspec.structs.replace(event_at(i), user=f"u{i}") for i in range(30)])
+    Retention(store, archive).run(MONTH)
+    asked: dict[str, Any] = {"tenant": None, "start_us": FIRST_US, "end_us": END_US, "bucket": "month"}
+    assert len(store.usage(**asked, group_by=["user"], most=30)) == 30
+    with pytest.raises(StoreTooMuch, match="more than 29 results"):
+        store.usage(**asked, group_by=["user"], most=29)
+    monkeypatch.setattr("metering.clickhouse.MOST_READ", 20)
+    assert len(store.usage(**asked | {"tenant": "acme"}, group_by=["user"], most=30)) == 15
+    with pytest.raises(StoreTooMuch, match="more than 20 requests one by one"):
+        store.usage(**asked, group_by=["user"], most=30)
+    monkeypatch.setattr("metering.clickhouse.MOST_SCANNED", 29)
+    monkeypatch.setattr(archive, "_part", None)  # nothing of a file is read then
+    with pytest.raises(StoreTooMuch, match="more than 29 archived requests"):
+        store.usage(**asked | {"tenant": "acme"}, group_by=["user"], most=30)
+    assert store.usage(**asked, most=1)[0].requests == 30, "its sums stand"
 
 
 class Killed(BaseException):

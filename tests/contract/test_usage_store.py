@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import clickhouse_connect
 import msgspec
 import pytest
 
+from metering import queries
 from metering.clickhouse import UsageStore, client_options
 from metering.counts import HOUR_US, CountRow
-from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreUnavailable
+from metering.errors import Rejected, StoreDamaged, StoreError, StoreNewer, StoreTooMuch, StoreUnavailable
 from metering.events import Outcome, UsageEvent, content_hash, decode, encode
 from tests import oldevents
 from tests.fixtures.clickhouse import behind
@@ -304,6 +306,22 @@ def test_a_cost_that_came_to_an_event_of_version_1_is_no_event_of_ours(store: Us
     behind(store, "ALTER TABLE usage_events UPDATE kv_block_us = 1 WHERE 1 SETTINGS mutations_sync = 2")
     with pytest.raises(StoreDamaged, match=event.event_id):  # the hash of version 1 does not cover the column
         stored(store)
+
+
+def test_usage_of_more_groups_than_are_taken_is_refused_by_the_store_itself(store: UsageStore) -> None:
+    store.insert([make_event(i, user=f"u{i}", key_id=f"k{i}") for i in range(40)])
+    asked: dict[str, Any] = {"tenant": None, "start_us": 0, "end_us": 1 << 61, "bucket": "month"}
+    for name in ("user", "key"):
+        for summed in (False, True):
+            assert len(store.usage(**asked, group_by=[name], most=40)) == 40
+            with pytest.raises(StoreTooMuch, match="more than 39 results"):
+                store.usage(**asked, group_by=[name], most=39)
+            if not summed:
+                store.rollups.roll()
+    query = queries.usage(None, 0, 1 << 61, "month", ["user"], most=9)
+    with pytest.raises(StoreUnavailable) as caught:
+        store._query(query._replace(sql=query.sql.replace("LIMIT 10", "LIMIT 100")))
+    assert getattr(caught.value.__cause__, "code", None) == 158, "it stops: it does not only give less"
 
 
 def test_many_threads(store: UsageStore) -> None:

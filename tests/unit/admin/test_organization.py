@@ -16,6 +16,7 @@ import pytest
 from litestar import Litestar
 
 from gateway.errors import BadRequest, handle
+from gateway.openai import organization
 from gateway.openai.organization import organization_router
 from gateway.openai.usage_query import COSTS, USAGE, parse_query
 from tests.unit.admin.conftest import ADMIN_KEY, START_US, World
@@ -116,6 +117,24 @@ async def test_every_group_and_filter(desk: Desk) -> None:
     assert await tokens(batch=False) == {(): 7}
     assert await tokens(batch=True) == {}
     assert await tokens(models=["' OR 1=1 --"]) == {}
+
+
+async def test_more_groups_than_a_page_takes_are_refused_before_they_are_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(4):
+        desk.world.request("acme", 1, 0, 1, key_id=f"k{i}", user=f"user-{i}")
+    await stored(desk)
+    for most, refused in ((3, True), (4, False)):
+        monkeypatch.setattr(organization, "MAX_RESULTS", most)
+        for name in ("user_id", "api_key_id"):
+            asked = desk.usage("acme").completions(start_time=START_S, group_by=[name])
+            if refused:
+                with pytest.raises(openai.BadRequestError, match="group_by: gives more than 3 results"):
+                    await asked
+            else:
+                assert len((await asked).data[0].results) == 4
+    assert (await desk.usage("acme").completions(start_time=START_S)).data[0].results[0].num_model_requests == 4
 
 
 async def test_a_tenants_key_sees_its_own_and_nothing_else_whatever_it_asks_for(desk: Desk) -> None:
