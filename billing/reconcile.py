@@ -18,9 +18,10 @@ from billing.money import parse_exact
 from billing.provider import ProviderInvoice, status_fault
 from billing.rating import quantities
 from billing.tiers import REQUIRED
-from metering.counts import CountRow, hour_of
+from metering.counts import CountRow, Drift, hour_of
 from metering.events import UsageEvent, content_hash
 
+SUMS_AND_EVENTS = "hourly sums and events"
 IDS_SHOWN = 20  # event ids named per difference
 Cell = tuple[str, str, int]  # tenant, model, first microsecond of the hour in which the requests began
 
@@ -115,6 +116,7 @@ class Sources(msgspec.Struct, kw_only=True):
     documents: Mapping[str, str] = {}  # invoice id → the hash of its document as it is made now
     unsound: Mapping[str, str] = {}  # invoice id → why its signature does not hold
     credited: Mapping[str, int] = {}  # by invoice: what its standing credit notes sum to, in minor units
+    drifts: Sequence[Drift] = ()  # hours whose sums are not those of their events
     provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
 
 
@@ -142,6 +144,7 @@ def compare(sources: Sources) -> Report:
     differences = [
         *_chain_difference(sources.chain),
         *_conflicts({*conflicts, *sources.conflicts}, stored),
+        *map(_drift_difference, sources.drifts),
         *_journal_differences(rows, _own_cells(sources, stored)),
         *_ledger_differences(sources, stored, charges),
         *_invoice_differences(sources),
@@ -187,6 +190,17 @@ def _conflicts(ids: Iterable[str], stored: Mapping[str, UsageEvent]) -> Iterable
             right=f"{len(of_cell)} requests",
             event_ids=sorted(of_cell)[:IDS_SHOWN],
         )
+
+
+def _drift_difference(drift: Drift) -> Difference:
+    """No bill is made of the sums; but what a tenant is told of its usage is."""
+    return Difference(
+        between=SUMS_AND_EVENTS,
+        tenant="",
+        hour_us=drift.hour_us,
+        left=f"{drift.summed} requests, {drift.groups} groups otherwise",
+        right=f"{drift.events} requests",
+    )
 
 
 def _of_event(event: UsageEvent | UsageRated) -> Tokens:

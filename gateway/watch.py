@@ -19,7 +19,7 @@ from billing.errors import ExportError
 from billing.invoice import Invoice
 from billing.meters import MeterExport, Progress
 from billing.modes import ExportMode
-from billing.reconcile import Report
+from billing.reconcile import SUMS_AND_EVENTS, Report
 from billing.stripe import StripeExporter
 from billing.webhooks import StripeWebhooks
 from gateway.admin import AdminState
@@ -147,6 +147,8 @@ class Watch:
     def compared(self, report: Report) -> None:
         """All books were compared, by the clock or because somebody asked."""
         self._telemetry["meterhouse_reconcile_differences"].set(len(report.differences))
+        drifts = sum(one.between == SUMS_AND_EVENTS for one in report.differences)
+        self._telemetry["meterhouse_rollup_drift_hours"].set(drifts)
         self._telemetry["meterhouse_reconcile_timestamp_seconds"].set(self._clock_us() // 1_000_000)
         if not report.ok:
             self._tell_difference(report)

@@ -42,6 +42,15 @@ class CountRow(msgspec.Struct, frozen=True, order=True):
     completion: int = 0
 
 
+class Drift(msgspec.Struct, frozen=True):
+    """An hour whose sums are not those of its events."""
+
+    hour_us: int
+    groups: int  # that differ
+    events: int  # requests by its events
+    summed: int  # requests by its sums
+
+
 def hour_of(ts_us: int) -> int:
     """The first microsecond of the hour that holds `ts_us`."""
     return ts_us - ts_us % HOUR_US

@@ -21,10 +21,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import msgspec
-
 from metering import hourly
 from metering.archive import month_of
+from metering.counts import Drift
 from metering.queries import Query
 
 log = logging.getLogger(__name__)
@@ -34,15 +33,6 @@ CHECKED_AT_ONCE = 240
 ABANDONED_US = 3_600_000_000
 
 Clients = Callable[[], AbstractContextManager[Any]]
-
-
-class Drift(msgspec.Struct, frozen=True):
-    """An hour whose sums are not those of its events."""
-
-    hour_us: int
-    groups: int  # that differ
-    events: int  # requests by its events
-    summed: int  # requests by its sums
 
 
 class _Hour:
@@ -125,16 +115,18 @@ class Rollups:
             return len(self._hours)
 
     def check(self, start_us: int, end_us: int) -> list[Drift]:
-        """Compare sums and events of every hour that begins in [start, end) and that is said to be clean."""
+        """Compare sums and events of every hour that begins in [start, end) and that is said to be clean.
+
+        An hour into which something was inserted meanwhile is not told: who inserts says before that it is dirty.
+        """
         with self._clients() as client:
-            frozen = set(self._frozen())
-            clean = sorted(row[0] * 1_000_000 for row in _rows(client, hourly.clean_hours(start_us, end_us)))
-            clean = [hour_us for hour_us in clean if month_of(hour_us) not in frozen]
-            return [
+            found = [
                 Drift(hour_s * 1_000_000, int(groups), int(events), int(summed))
-                for some in _by_month(clean, CHECKED_AT_ONCE)
+                for some in _by_month(self._clean(client, start_us, end_us), CHECKED_AT_ONCE)
                 for hour_s, groups, events, summed in _rows(client, hourly.differences(some))
             ]
+            still = set(self._clean(client, start_us, end_us)) if found else set()
+        return [drift for drift in found if drift.hour_us in still]
 
     def rebuild(self, start_us: int, end_us: int) -> int:
         """Forget the sums of every hour that begins in [start, end) and make them anew; how many hours there were."""
@@ -170,6 +162,12 @@ class Rollups:
         return len(hours)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _clean(self, client: Any, start_us: int, end_us: int) -> list[int]:
+        """The hours whose sums stand, of those whose events are here to compare them with."""
+        frozen = set(self._frozen())
+        clean = sorted(row[0] * 1_000_000 for row in _rows(client, hourly.clean_hours(start_us, end_us)))
+        return [hour_us for hour_us in clean if month_of(hour_us) not in frozen]
 
     def _load(self, client: Any) -> None:
         """What this writer's predecessor left dirty, and its last version."""

@@ -18,7 +18,7 @@ from billing.service.admins import AdminService
 from billing.service.cutting import CLOCK_SLACK_US
 from billing.service.margins import MarginService
 from billing.service.payments import PaymentService
-from metering.counts import HOUR_US, CountRow, hour_of
+from metering.counts import HOUR_US, CountRow, Drift, hour_of
 from metering.events import UsageEvent
 
 ProviderHolds = Callable[[Sequence[Invoice]], Mapping[str, ProviderInvoice]]
@@ -46,14 +46,16 @@ class ReconcileService(PaymentService, MarginService, AdminService):
         journal_totals: Iterable[CountRow] | None = None,
         gateway: str = "",
         open_from_us: int | None = None,
+        drifts: Sequence[Drift] = (),
         stripe: ProviderHolds | None = None,
     ) -> Report:
         """Compare everything about requests that began in [start_us, end_us), widened to whole hours.
 
         `spool_events` are settled and perhaps not in `usage` yet; `journal_totals` are the sums of the journal of
         `gateway` for the same hours; `open_from_us` is when the oldest request under way began, as the journal already
-        has what no event has yet; `stripe` tells what the provider holds. The hash chain is checked over all rows of
-        the ledger that can be about the range, up to the last that was folded in.
+        has what no event has yet; `drifts` are the usage store's hourly sums that are not those of their events;
+        `stripe` tells what the provider holds. The hash chain is checked over all rows of the ledger that can be about
+        the range, up to the last that was folded in.
         """
         start_us, end_us = _whole_hours(start_us, end_us)
         spooled = [event for event in spool_events if start_us <= event.ts_us < end_us]
@@ -79,6 +81,7 @@ class ReconcileService(PaymentService, MarginService, AdminService):
                 journal=journal_totals,
                 gateway=gateway,
                 open_from_us=open_from_us,
+                drifts=drifts,
                 documents=self._documents(invoices, start_us, end_us),
                 unsound=self._unsound(invoices, start_us, end_us),
                 credited=credited,

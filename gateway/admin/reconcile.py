@@ -169,6 +169,7 @@ def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
         journal_totals=totals,
         gateway=next((row.id for row in admin.gateways.all() if row.folder == admin.folder), ""),
         open_from_us=min((time for time in (before, after) if time is not None), default=None),
+        drifts=admin.usage.rollups.check(start_us, end_us),
         stripe=admin.exporter.held if admin.exporter.configured else None,
     )
 

@@ -178,6 +178,23 @@ def test_sums_that_were_tampered_with_are_found_and_made_anew(open_store: Any, u
     assert marks(store) == set()
 
 
+def test_an_hour_that_is_touched_while_it_is_compared_has_not_drifted(
+    open_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.insert([make_event(0)])
+    store.rollups.roll()
+    before = hourly.differences
+
+    def differences(hours: list[int]) -> queries.Query:
+        monkeypatch.setattr(hourly, "differences", before)
+        store.insert([make_event(2)])
+        return before(hours)
+
+    monkeypatch.setattr(hourly, "differences", differences)
+    assert store.rollups.check(0, EVER_US) == []
+
+
 def test_killed_between_events_and_sums_the_successor_makes_them(open_store: Any) -> None:
     dead = open_store("gw0")
     dead.insert([make_event(0)])

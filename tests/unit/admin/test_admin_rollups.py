@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from gateway.admin import reconcile
+from gateway.telemetry import Telemetry
+from gateway.watch import Watch
 from metering.queries import Query
 from tests.unit.admin.conftest import World
 
 HOUR = "2026-11-18T11:00:00Z"  # that the world's clock stands in
 
 
-async def test_sums_are_checked_and_made_anew(world: World) -> None:
+async def test_sums_are_checked_and_made_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "PAUSE_S", 0.0)
     await world.tenant()
     world.request("acme")
     await asyncio.to_thread(world.state.flush, 5.0)
@@ -22,9 +28,20 @@ async def test_sums_are_checked_and_made_anew(world: World) -> None:
     (drift,) = (await world.get("/rollups/drift"))["data"]
     assert drift == {"start": HOUR, "groups": 1, "events": 1, "summed": 2}
     assert (await world.get("/rollups/drift", end=HOUR))["data"] == []
+    watch = Watch(world.settings, world.stores, world.state, telemetry := Telemetry("m", "0"), world.clock)
+    report = await world.get("/reconcile", start=HOUR)
+    (told,) = [one for one in report["differences"] if one["between"] == "hourly sums and events"]
+    assert (told["start"], told["left"], told["right"]) == (HOUR, "2 requests, 1 groups otherwise", "1 requests")
+    assert "meterhouse_rollup_drift_hours 1.0" in telemetry.exposition().decode()
+    world.later(3600)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch._compare)
+    assert "meterhouse_rollup_drift_hours 1.0" in telemetry.exposition().decode(), "by the clock too"
     body = {"start": "2026-11-18T11:30:00Z", "end": "2026-11-18T11:30:01Z"}
     assert await world.call("PUT", "/rollups", body) == {"hours": 1}
     assert (await world.get("/rollups/drift"))["data"] == []
+    await asyncio.to_thread(watch._compare)
+    assert "meterhouse_rollup_drift_hours 0.0" in telemetry.exposition().decode()
     (row,) = await asyncio.to_thread(
         world.state.usage._query, Query("SELECT sum(requests) FROM usage_hourly FINAL", {})
     )
