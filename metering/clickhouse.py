@@ -211,7 +211,12 @@ class UsageStore:
         def cut(dropped: Sequence[int]) -> list[tuple[int, int]]:
             if not hourly.can_answer(bucket, [*names, *filters]):
                 return _clipped(dropped, start_us, end_us)
-            return [span for span in frozen.edges(start_us, end_us) if within(dropped, *span)]
+            lacking = self.outdated_months() if within(dropped, start_us, end_us) else []
+            edges = frozen.edges(start_us, end_us)
+            return [
+                *_clipped(lacking, start_us, end_us),
+                *(span for span in edges if within(dropped, *span) and not within(lacking, *span)),
+            ]
 
         parts = self._steadily(start_us, end_us, of_sums, of_events, cut)
         return frozen.added(itertools.chain(*parts), names, most) if len(parts) > 1 else parts[0]
@@ -399,6 +404,11 @@ class UsageStore:
     def _dropped_months(self) -> list[int]:
         """The months whose sums are the archive's: what the store still has of them came later."""
         return [noted.month for noted in self.archived() if noted.dropped]
+
+    def outdated_months(self) -> list[int]:
+        """The dropped months whose sums lack something that is summed now."""
+        dropped = self._dropped_months()
+        return sorted(month for (month,) in self._query(hourly.outdated_months(dropped))) if dropped else []
 
     def _archive(self) -> Archive:
         if self.archive is None:

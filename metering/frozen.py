@@ -29,6 +29,10 @@ class UsageRow(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
+    cache_write_tokens: int
+    images: int
+    audio_ms: int
+    tool_calls: int
 
 
 def usage_of(
@@ -74,7 +78,7 @@ def hourly_sums(events: Iterable[UsageEvent], version: int) -> list[list[Any]]:
     for event in events:
         key = (hour_of(event.ts_us) // 1_000_000, *(str(getattr(event, column)) for column in columns))
         _add(sums.setdefault(key, [0] * (1 + len(SUMS))), event)
-    return [[*key, *total, version] for key, total in sorted(sums.items())]
+    return [[*key, *total, version, hourly.LAYOUT] for key, total in sorted(sums.items())]
 
 
 def edges(start_us: int, end_us: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ everything in them can be made again from the events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from metering.counts import HOUR_US
 from metering.queries import (
@@ -30,12 +30,16 @@ DIRTY = "usage_dirty_hours"
 KEPT_APART = ("tenant", "model", "base_model", "key", "adapter", "endpoint", "outcome")
 """Groups of the sums. Not `user`: an end user's name may be new in every event."""
 
+LAYOUT = 1
+"""Which sums there are: 0 has no more than the first four of `SUMS`, and stands for nothing any more."""
+
 COLUMNS = {
     "hour": "DateTime('UTC')",
     **{GROUPS[name]: "LowCardinality(String)" for name in KEPT_APART},
     "requests": "UInt64",
     **dict.fromkeys(SUMS, "UInt128"),
     "version": "UInt64",
+    "layout": "UInt8",
 }
 
 _DIMENSIONS = ", ".join(GROUPS[name] for name in KEPT_APART)
@@ -44,6 +48,7 @@ _IN_HOURS = "hour IN {hours:Array(DateTime('UTC'))}"
 _FROM, _TO = "fromUnixTimestamp64Micro({start_us:Int64}, 'UTC')", "fromUnixTimestamp64Micro({end_us:Int64}, 'UTC')"
 _BETWEEN = f"hour >= {_FROM} AND hour < {_TO}"
 _WHOLE = f"hour >= {_FROM} AND hour < toStartOfHour({_TO})"
+_OUTDATED = f"GROUP BY hour HAVING argMax(layout, version) < {LAYOUT}"
 _RAW_HOURS = (
     "(SELECT arrayJoin(arrayFlatten(arrayMap((first, hours) -> arrayMap(i -> first + i * 3600, range(hours)), "
     "{raw_from:Array(DateTime('UTC'))}, {raw_hours:Array(UInt32)}))))"
@@ -119,9 +124,28 @@ def span() -> Query:
 def clean_hours(start_us: int, end_us: int) -> Query:
     """Hours that begin in [start, end) and whose sums stand: what was recomputed, and is not dirty since."""
     return Query(
-        f"SELECT DISTINCT toUnixTimestamp(hour) FROM {HOURLY} WHERE {_BETWEEN} "
-        f"AND hour NOT IN (SELECT hour FROM {DIRTY} FINAL WHERE {_BETWEEN} AND dirty)",
+        f"SELECT toUnixTimestamp(hour) FROM {HOURLY} WHERE {_BETWEEN} "
+        f"AND hour NOT IN (SELECT hour FROM {DIRTY} FINAL WHERE {_BETWEEN} AND dirty) "
+        f"GROUP BY hour HAVING argMax(layout, version) >= {LAYOUT}",
         {"start_us": start_us, "end_us": end_us},
+    )
+
+
+def outdated_hours(but_months: Collection[int], most: int) -> Query:
+    """The latest hours whose sums lack something that is summed now, of other months than these."""
+    return Query(
+        f"SELECT toUnixTimestamp(hour) AS hour_s FROM {HOURLY} WHERE toYYYYMM(hour) NOT IN {{months:Array(UInt32)}} "
+        f"{_OUTDATED} ORDER BY hour_s DESC LIMIT {most:d}",
+        {"months": list(but_months)},
+    )
+
+
+def outdated_months(months: Collection[int]) -> Query:
+    """Those of these months that have such an hour."""
+    return Query(
+        f"SELECT DISTINCT toYYYYMM(hour) FROM (SELECT hour FROM {HOURLY} "
+        f"WHERE toYYYYMM(hour) IN {{months:Array(UInt32)}} {_OUTDATED})",
+        {"months": list(months)},
     )
 
 
@@ -187,11 +211,12 @@ def dirty_marks() -> Query:
 def recompute(hours_us: Sequence[int]) -> Query:
     """Replace the sums of these hours, all of one month, by those of their events."""
     zeros = ", ".join(f"toUInt128(0) AS {name}" for name in _SUMMED)
+    total = ", ".join(f"sum({name})" for name in _SUMMED)
     return Query(
-        f"INSERT INTO {HOURLY} (hour, {_DIMENSIONS}, requests, {', '.join(SUMS)}, version) "
+        f"INSERT INTO {HOURLY} (hour, {_DIMENSIONS}, requests, {', '.join(SUMS)}, version, layout) "
         "WITH (SELECT greatest(toUInt64(toUnixTimestamp64Micro(now64(6))), 1 + max(version)) "
         f"FROM {HOURLY} WHERE {_IN_HOURS}) AS following "
-        f"SELECT hour, {_DIMENSIONS}, sum(counted), {', '.join(f'sum({name})' for name in _SUMMED)}, following "
+        f"SELECT hour, {_DIMENSIONS}, sum(counted), {total}, following, {LAYOUT} "
         f"FROM ({_of_events()} "
         f"UNION ALL SELECT DISTINCT hour, {_DIMENSIONS}, toUInt64(0) AS counted, {zeros} FROM {HOURLY} "
         f"WHERE {_IN_HOURS}) GROUP BY hour, {_DIMENSIONS}",

@@ -78,7 +78,10 @@ GROUPS = {
     "user": "user",
     "outcome": "outcome",
 }
-SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+SUMS = (
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens"),
+    *("cache_write_tokens", "images", "audio_ms", "tool_calls"),
+)
 
 # Of two contents under one id the first stands; the second was recorded when it was inserted.
 STANDING = f"(event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM {CONFLICTS})"

@@ -98,6 +98,14 @@ class Retention:
         """Make the hourly sums of a month that was dropped of the archive alone. May be repeated."""
         self._sum_from_archive(month, *month_us(month))
 
+    def renew(self) -> None:
+        """Make the sums of dropped months anew that lack what is summed now. Raises `StoreUnavailable`."""
+        if self._store.outdated_months():
+            with self._alone():
+                self._recover()
+                for month in self._store.outdated_months():
+                    self.sum_up_archived(month)
+
     def recover(self) -> None:
         """Finish, or undo, what an earlier process left half done, if it left anything. Raises `StoreUnavailable`."""
         if not self._store.cluster and self._store.moving():
@@ -229,7 +237,8 @@ class Retention:
 
 
 class Retirer:
-    """A thread that ends what an earlier process left half archived, and archives what is older than so many months.
+    """A thread that ends what an earlier process left half archived, makes dropped months' sums what they are now, and
+    archives what is older than so many months.
 
     What fails is tried again at the next pass. Without `months` nothing is archived, and it ends with the first.
     """
@@ -261,6 +270,7 @@ class Retirer:
     def pass_once(self) -> list[int]:
         """Archive every month that is due; which they were."""
         self._retention.recover()
+        self._retention.renew()
         if self._months is None:
             return []
         due = self._retention.months(min(kept_from_us(self._clock_us(), self._months), self._stored_until_us()))

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 24  # hours of one month that are recomputed by one insert
 CHECKED_AT_ONCE = 240
+RENEWED_AT_ONCE = 240
 ABANDONED_US = 3_600_000_000
 
 Clients = Callable[[], AbstractContextManager[Any]]
@@ -143,6 +144,24 @@ class Rollups:
                     self._roll(client, part)
         return len(hours)
 
+    def renew(self) -> list[int]:
+        """Recompute some hours whose sums lack what is summed now, the latest first; which, none: there are no more.
+
+        Dropped months are the archive's (`Retention.renew`).
+        """
+        with self._rolling, self._clients() as client:
+            self._load(client)
+            rows = _rows(client, hourly.outdated_hours(self._frozen(), RENEWED_AT_ONCE))
+            with self._lock:  # what is dirty is recomputed anyway, when it is quiet
+                hours = sorted(hour_us for (s,) in rows if (hour_us := s * 1_000_000) not in self._hours)
+            with self.touched(client, hours):
+                pass
+            for part in _by_month(hours, AT_ONCE):
+                self._roll(client, part)
+        if hours:
+            log.info("usage store: the sums of %d hours are made anew, with what they lacked", len(hours))
+        return hours
+
     def adopt(self, alive: Collection[str], older_than_us: int) -> int:
         """Take over what writers that are not `alive` marked before a time; how many hours. `roll` recomputes them."""
         with self._rolling, self._clients() as client:
@@ -255,6 +274,8 @@ class Roller:
     ) -> None:
         self._rollups, self._alive, self._period_s, self._quiet_s = rollups, alive, period_s, quiet_s
         self._adopt_at_s = float("-inf")
+        self._renewing = True
+        self._renewed: list[int] = []
         self.last_error: str | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="roller", daemon=True)
@@ -273,14 +294,23 @@ class Roller:
             try:
                 self._adopt()
                 self._rollups.roll(self._quiet_s)
+                if self._renewing:
+                    self._renew()
                 self.last_error = None
             except Exception as error:  # whatever it is, the hours stay dirty, and what is read stays right
                 self.last_error = str(error) or type(error).__name__
                 log.warning("usage store: hours are not recomputed now: %s", self.last_error)
 
+    def _renew(self) -> None:
+        hours = self._rollups.renew()
+        # What comes again was forged with the highest version there is: `check` tells, `rebuild` mends.
+        self._renewing = bool(hours) and hours != self._renewed
+        self._renewed = hours
+
     def _adopt(self) -> None:
         if self._alive is not None and time.monotonic() >= self._adopt_at_s:
             self._rollups.adopt(self._alive(), time.time_ns() // 1000 - ABANDONED_US)
+            self._renewing = True  # a gateway of older code may have made such sums meanwhile
             self._adopt_at_s = time.monotonic() + ABANDONED_US / 1_000_000
 
 

@@ -52,7 +52,7 @@ class UsageResult(msgspec.Struct, kw_only=True):
     input_text_tokens: int
     input_cached_text_tokens: int
     output_text_tokens: int
-    input_cache_write_tokens: int = 0
+    input_cache_write_tokens: int
     input_audio_tokens: int = 0
     input_cached_audio_tokens: int = 0
     output_audio_tokens: int = 0
@@ -222,15 +222,17 @@ def _too_much(reason: str) -> BadRequest:
 
 
 def _usage_result(row: UsageRow, group_by: tuple[str, ...]) -> UsageResult:
+    uncached = row.prompt_tokens - row.cached_tokens - row.cache_write_tokens  # as OpenAI counts it
     result = UsageResult(
         input_tokens=row.prompt_tokens,
         output_tokens=row.completion_tokens,
         num_model_requests=row.requests,
         input_cached_tokens=row.cached_tokens,
-        input_uncached_tokens=row.prompt_tokens - row.cached_tokens,
-        input_text_tokens=row.prompt_tokens - row.cached_tokens,
+        input_uncached_tokens=uncached,
+        input_text_tokens=uncached,
         input_cached_text_tokens=row.cached_tokens,
         output_text_tokens=row.completion_tokens,
+        input_cache_write_tokens=row.cache_write_tokens,
     )
     for name in group_by:
         if name in _GROUPS:

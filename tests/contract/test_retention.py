@@ -19,7 +19,9 @@ from metering.events import UsageEvent
 from metering.lock import FileLock
 from metering.queries import Query
 from metering.retention import RETIRING, Retention, Retirer
+from tests.contract.test_rollups import OLDER
 from tests.contract.test_usage_store import DAY_US, make_event
+from tests.fixtures.clickhouse import behind
 from tests.sums import row_of
 
 MONTH = 202509
@@ -58,7 +60,8 @@ def open_store(url: str, archive: Archive) -> Iterator[Callable[..., UsageStore]
 def event_at(i: int, **changes: object) -> UsageEvent:
     """Thirty over the month, the next of the month after."""
     ts_us = FIRST_US + i * DAY_US + i * 123_456_789
-    return make_event(i, ts_us=ts_us, settled_us=ts_us + 1000, user=f"u{i % 2}", **changes)
+    counted = {"cache_write_tokens": i % 4, "images": i % 2, "audio_ms": 10 * i, "tool_calls": i % 3}
+    return make_event(i, ts_us=ts_us, settled_us=ts_us + 1000, user=f"u{i % 2}", **counted, **changes)
 
 
 def check(store: UsageStore, events: list[UsageEvent]) -> None:
@@ -152,6 +155,29 @@ def test_what_is_read_one_by_one_of_an_archive_is_bounded(
     with pytest.raises(StoreTooMuch, match="more than 29 archived requests"):
         store.usage(**asked | {"tenant": "acme"}, group_by=["user"], most=30)
     assert store.usage(**asked, most=1)[0].requests == 30, "its sums stand"
+
+
+def test_sums_of_a_dropped_month_that_older_code_made_are_made_anew_from_the_archive(
+    open_store: Any, archive: Archive
+) -> None:
+    store = open_store()
+    events = [event_at(i) for i in range(33)]
+    store.insert(events)
+    retention = Retention(store, archive)
+    retention.run(MONTH)
+    store.rollups.roll()
+    behind(store, OLDER)
+    assert store.outdated_months() == [MONTH]
+    found = store.usage(tenant=None, start_us=0, end_us=EVER_US, group_by=["tenant"])
+    assert found == frozen.usage_of(events, "day", ["tenant"], {})
+    assert len(store.rollups.renew()) == 3, "those of the month after: what is archived is not made of no events"
+    retirer = Retirer(retention, None, stored_until_us=lambda: 0, clock_us=lambda: 0)
+    retirer.pass_once()
+    assert store.outdated_months() == []
+    store.archive = None  # the sums do alone
+    (row,) = store.usage(tenant=None, start_us=FIRST_US, end_us=END_US, bucket="month")
+    assert row == frozen.usage_of(events[:30], "month", [], {})[0]
+    assert row.cache_write_tokens == 43
 
 
 class Killed(BaseException):

@@ -88,14 +88,15 @@ def marks(store: UsageStore) -> set[tuple[int, str]]:
 
 def test_sums_are_the_events_before_and_after_they_are_made_late_ones_too(open_store: Any) -> None:
     store = open_store()
-    store.insert([make_event(i, ts_us=HOUR + i * HOUR_US // 3) for i in range(30)])
+    events = [make_event(i, ts_us=HOUR + i * HOUR_US // 3, images=i, audio_ms=7 * i, tool_calls=i) for i in range(30)]
+    store.insert(events)
     agree(store)
     assert store.rollups.roll(quiet_s=3600) == 0, "an hour that was touched just now is not quiet"
     assert store.rollups.roll() == 10
     assert marks(store) == set()
     assert store.rollups.dirty() == 0
     agree(store)
-    late = make_event(90, ts_us=HOUR + HOUR_US // 2, settled_us=HOUR + 5 * DAY_US)
+    late = make_event(90, ts_us=HOUR + HOUR_US // 2, settled_us=HOUR + 5 * DAY_US, cache_write_tokens=3)
     store.insert([late])
     assert marks(store) == {(HOUR, "gw0")}
     agree(store)
@@ -163,8 +164,8 @@ def test_sums_that_were_tampered_with_are_found_and_made_anew(open_store: Any, u
     )
     behind(
         store,
-        "INSERT INTO usage_hourly (hour, tenant, model, requests, version) VALUES "
-        f"({(HOUR - 40 * DAY_US) // 1_000_000}, 'acme', 'base', 3, {last})",
+        "INSERT INTO usage_hourly (hour, tenant, model, requests, version, layout) VALUES "
+        f"({(HOUR - 40 * DAY_US) // 1_000_000}, 'acme', 'base', 3, {last}, {hourly.LAYOUT})",
     )
     found = store.rollups.check(0, EVER_US)
     assert [(drift.hour_us, drift.groups, drift.events, drift.summed) for drift in found] == [
@@ -176,6 +177,37 @@ def test_sums_that_were_tampered_with_are_found_and_made_anew(open_store: Any, u
     assert store.rollups.check(0, EVER_US) == []
     agree(store)
     assert marks(store) == set()
+
+
+OLDER = (  # as code that does not know the columns inserts them
+    "INSERT INTO usage_hourly (hour, tenant, model, base_model, key_id, adapter, endpoint, outcome, requests, "
+    "prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, version) "
+    "SELECT hour, tenant, model, base_model, key_id, adapter, endpoint, outcome, requests, "
+    "prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, version + 1 FROM usage_hourly FINAL"
+)
+
+
+def test_sums_of_older_code_stand_for_nothing_until_they_are_made_anew(
+    open_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.insert([make_event(i, ts_us=HOUR + i * HOUR_US, cache_write_tokens=2, images=1) for i in range(5)])
+    store.rollups.roll()
+    assert store.rollups.renew() == []
+    behind(store, OLDER)
+    assert store._query(hourly.clean_hours(0, EVER_US)) == []
+    assert store.rollups.check(0, EVER_US) == []
+    agree(store)
+    store.insert([make_event(7)])  # dirty: it is summed when it is quiet
+    monkeypatch.setattr("metering.rollups.RENEWED_AT_ONCE", 3)
+    assert [len(store.rollups.renew()) for _ in range(3)] == [3, 1, 0]
+    assert marks(store) == {(HOUR, "gw0")}
+    agree(store)
+    assert len(store._query(hourly.clean_hours(0, EVER_US))) == 4
+    store.rollups.roll()
+    (row,) = store.usage(tenant=None, start_us=0, end_us=EVER_US, bucket="month")
+    assert (row.cache_write_tokens, row.images) == (10, 5)
+    agree(store)
 
 
 def test_an_hour_that_is_touched_while_it_is_compared_has_not_drifted(

@@ -91,8 +91,22 @@ async def test_usage_by_day_model_and_tenant_as_the_sdk_reads_it(desk: Desk) -> 
     (result,) = second.results
     assert (result.project_id, result.input_uncached_tokens, result.input_text_tokens) == ("globex", 1000, 1000)
     assert (result.user_id, result.api_key_id, result.batch, result.service_tier) == (None, None, None, None)
+    assert (result.input_tokens, result.input_cache_write_tokens) == (1000, 0)
     (alone, _) = (await desk.usage().completions(start_time=START_S)).data
     assert [(r.model, r.project_id, r.input_tokens) for r in alone.results] == [(None, None, 110)]
+
+
+async def test_tokens_written_to_the_cache_are_told_from_the_events_and_from_the_sums(desk: Desk) -> None:
+    event = msgspec.structs.replace(desk.world.request("acme", 1, 0, 1), event_id="written")
+    event = msgspec.structs.replace(event, prompt_tokens=100, cached_tokens=30, cache_write_tokens=25)
+    await stored(desk)
+    await asyncio.to_thread(desk.world.state.usage.insert, [event])
+    for _ in range(2):
+        (bucket,) = (await desk.usage().completions(start_time=START_S)).data
+        (result,) = bucket.results
+        assert (result.input_tokens, result.input_cache_write_tokens) == (101, 25)
+        assert (result.input_uncached_tokens, result.input_text_tokens, result.input_cached_tokens) == (46, 46, 30)
+        await stored(desk)
 
 
 async def test_every_group_and_filter(desk: Desk) -> None:

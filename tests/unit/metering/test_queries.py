@@ -16,7 +16,10 @@ def test_usage_as_text() -> None:
         "count() AS requests, sum(toUInt128(prompt_tokens)) AS sum_prompt_tokens, "
         "sum(toUInt128(cached_tokens)) AS sum_cached_tokens, "
         "sum(toUInt128(completion_tokens)) AS sum_completion_tokens, "
-        "sum(toUInt128(reasoning_tokens)) AS sum_reasoning_tokens FROM usage_events FINAL "
+        "sum(toUInt128(reasoning_tokens)) AS sum_reasoning_tokens, "
+        "sum(toUInt128(cache_write_tokens)) AS sum_cache_write_tokens, sum(toUInt128(images)) AS sum_images, "
+        "sum(toUInt128(audio_ms)) AS sum_audio_ms, sum(toUInt128(tool_calls)) AS sum_tool_calls "
+        "FROM usage_events FINAL "
         "WHERE ts >= fromUnixTimestamp64Micro({start_us:Int64}, 'UTC') "
         "AND ts < fromUnixTimestamp64Micro({end_us:Int64}, 'UTC') AND tenant = {tenant:String} "
         "AND (event_id, content_hash) NOT IN (SELECT event_id, content_hash FROM usage_conflicts) "
@@ -75,12 +78,12 @@ def test_usage_by_the_sums_as_text() -> None:
         "(SELECT arrayJoin(arrayFlatten(arrayMap((first, hours) -> arrayMap(i -> first + i * 3600, range(hours)), "
         "{raw_from:Array(DateTime('UTC'))}, {raw_hours:Array(UInt32)}))))"
     )
-    sums = "sum({0}(prompt_tokens)) AS sum_prompt_tokens, sum({0}(cached_tokens)) AS sum_cached_tokens, "
-    sums += "sum({0}(completion_tokens)) AS sum_completion_tokens, sum({0}(reasoning_tokens)) AS sum_reasoning_tokens"
+    sums = ", ".join(f"sum({{0}}({name})) AS sum_{name}" for name in queries.SUMS)
     of_hours, of_events = sums.replace("{0}(", "").replace("))", ")"), sums.replace("{0}", "toUInt128")
     assert sql == (
         "SELECT start_s, group_model, sum(counted) AS requests, sum(sum_prompt_tokens), sum(sum_cached_tokens), "
-        "sum(sum_completion_tokens), sum(sum_reasoning_tokens) FROM ("
+        "sum(sum_completion_tokens), sum(sum_reasoning_tokens), sum(sum_cache_write_tokens), sum(sum_images), "
+        "sum(sum_audio_ms), sum(sum_tool_calls) FROM ("
         "SELECT toUnixTimestamp(toStartOfDay(hour)) AS start_s, model AS group_model, sum(requests) AS counted, "
         f"{of_hours} FROM usage_hourly FINAL WHERE hour >= fromUnixTimestamp64Micro({{start_us:Int64}}, 'UTC') "
         f"AND hour < toStartOfHour(fromUnixTimestamp64Micro({{end_us:Int64}}, 'UTC')) AND hour NOT IN {hours} "
