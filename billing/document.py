@@ -41,6 +41,7 @@ LINE_FIELDS = frozenset(
 """Of a line these always stand; those that came later only where they say something."""
 
 AGREED = (LineKind.DISCOUNT, LineKind.COMMITMENT)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(InvoiceLine)}
 
 
 def document(invoice: Invoice, prices: PriceBook, invoices: Sequence[Invoice]) -> Document:
@@ -158,8 +159,7 @@ def _booked(
 
 def _line(line: InvoiceLine) -> Mapping[str, Any]:
     plain = msgspec.to_builtins(line)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(InvoiceLine)}
-    return {name: value for name, value in plain.items() if name in LINE_FIELDS or value != defaults[name]}
+    return {name: value for name, value in plain.items() if name in LINE_FIELDS or value != _DEFAULTS[name]}
 
 
 def _price(version: PriceVersion) -> Mapping[str, Any]:

@@ -83,7 +83,8 @@ class CuttingService(UsageService):
             invoices = self._books.invoices.of(invoice.tenant)
             if invoice.basis is None:
                 raise Conflict("the invoice was cut by a version of Meterhouse that kept nothing to verify it by")
-            return document(invoice, self._books.prices, invoices)
+            prices = self._books.prices.copy()
+        return document(invoice, prices, invoices)  # a long one takes its time: requests do not wait for it
 
     # within
 

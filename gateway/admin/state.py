@@ -91,6 +91,7 @@ class AdminState:
         self.compared: Callable[[Report], None] = lambda _: None  # told of each comparison of all books
         # Reports are long queries: two at a time, and never on the threads that short calls wait for.
         self._readers = ThreadPoolExecutor(2, "admin-reader")
+        self._guests = ThreadPoolExecutor(2, "tenant-reader")  # what tenants ask for is not in the operator's way
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def read(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -99,6 +100,10 @@ class AdminState:
         return await asyncio.get_running_loop().run_in_executor(
             self._readers, lambda: context.run(work, *args, **kwargs)
         )
+
+    async def read_for_tenant(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same for what a tenant may ask for as often as it likes."""
+        return await asyncio.get_running_loop().run_in_executor(self._guests, lambda: work(*args, **kwargs))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what outlives its request."""
@@ -113,7 +118,8 @@ class AdminState:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.backups.close)
-        await asyncio.to_thread(self._readers.shutdown, wait=True, cancel_futures=True)
+        for pool in (self._readers, self._guests):
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
 
 
 Admin: TypeAlias = NamedDependency[AdminState]

@@ -60,8 +60,8 @@ class OwnBalanceView(msgspec.Struct, kw_only=True):
     ]
 
 
-@get("/balance")
-async def get_balance(request: Request[Any, Any, Any], views: NamedDependency[Views]) -> OwnBalanceView:
+@get("/balance", sync_to_thread=True)
+def get_balance(request: Request[Any, Any, Any], views: NamedDependency[Views]) -> OwnBalanceView:
     """Show the tenant's balance, by grant, and the budgets that apply to this key."""
     principal = views.principal(request)
     id = principal.tenant.id

@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from billing.accounts import Tenant
 from gateway.admin.state import AdminState
+from gateway.billing.trees import Trees
 from gateway.billing.views import Views
 from metering.clickhouse import UsageStore
 
@@ -19,6 +20,7 @@ class Desk(Views):
 
     def __init__(self, state: AdminState) -> None:
         super().__init__(state.billing)
+        self.trees = Trees()
         self._state = state
 
     @property
@@ -30,5 +32,4 @@ class Desk(Views):
 
     async def read(self, tenant: Tenant, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run what reads the usage store, one at a time for a tenant."""
-        async with self.turn(tenant):
-            return await self._state.read(work, *args, **kwargs)
+        return await self.turns.take(tenant.id, lambda: self._state.read_for_tenant(work, *args, **kwargs))

@@ -7,7 +7,7 @@ not be stored yet; it is about a second later.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from litestar import Request, Response, get
@@ -19,6 +19,7 @@ from billing.accounts import Tenant
 from billing.invoice import Invoice
 from gateway.admin.ranges import DAY_US, parse_range
 from gateway.billing.desk import Desk
+from gateway.billing.turns import begun
 from gateway.errors import invalid
 from metering.events import UsageEvent
 from metering.paging import Cursor, Pages
@@ -40,17 +41,19 @@ class Events:
         self._invoice = invoice
         self._pages = pages
 
-    async def all(self) -> AsyncIterator[bytes]:
+    async def all(self) -> AsyncGenerator[bytes, None]:
         """The lines, a page at a time."""
-        while page := await self._desk.read(self._tenant, self._pages.next):
-            if lines := _lines(await self._kept(page)):
-                yield lines
+        with self._desk.turns.seat(self._tenant.id):
+            while page := await self._desk.read(self._tenant, self._pages.next):
+                if lines := _lines(await self._kept(page)):
+                    yield lines
 
     async def some(self, limit: int) -> tuple[bytes, Cursor | None]:
         """The lines of the first `limit`, and where to go on if there are more."""
         found: list[UsageEvent] = []
-        while len(found) <= limit and (page := await self._desk.read(self._tenant, self._pages.next)):
-            found += await self._kept(page)
+        with self._desk.turns.seat(self._tenant.id):
+            while len(found) <= limit and (page := await self._desk.read(self._tenant, self._pages.next)):
+                found += await self._kept(page)
         return _lines(found[:limit]), Cursor.of(found[limit - 1]) if len(found) > limit else None
 
     async def _kept(self, page: list[UsageEvent]) -> list[UsageEvent]:
@@ -109,6 +112,6 @@ async def usage_events(
     )
     events = Events(desk, tenant, asked, pages)
     if limit is None:
-        return Stream(events.all(), media_type=JSONL)
+        return Stream(await begun(events.all()), media_type=JSONL)
     lines, following = await events.some(limit)
     return Response(lines, media_type=JSONL, headers={} if following is None else {NEXT: str(following)})

@@ -2,24 +2,31 @@
 
 The answer is the invoice's canonical document with its hash and the seller's signed head. With `leaves` it has the id
 and the hash of each event too, by which a verifier can name the one that is missing. Only invoices that were made final
-are shown. A tree is built anew from the stored events each time, and must have the root that was signed.
+are shown. A tree is built from the stored events, and must have the root that was signed.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
-from litestar import Request, get
+from litestar import MediaType, Request, Response, get
 from litestar.di import NamedDependency
+from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import FromPath, QueryParameter
+from litestar.response import Stream
 from msgspec import Meta
 
 from billing import merkle
+from billing.accounts import Tenant
 from billing.errors import NotFound
 from billing.invoice import Invoice
 from billing.signing import SignedHead
 from gateway.billing.desk import Desk
+from gateway.billing.trees import Leaves
+from gateway.billing.turns import begun, slices
 from gateway.errors import Conflict
 
 
@@ -52,25 +59,22 @@ class Proof(msgspec.Struct, kw_only=True):
     inclusion: Inclusion | None
 
 
-@get("/v1/invoices/{invoice_id:str}")
+@get(
+    "/v1/invoices/{invoice_id:str}",
+    responses={200: ResponseSpec(InvoiceProof, generate_examples=False, description="The invoice.")},
+)
 async def invoice_document(
     invoice_id: FromPath[str],
     request: Request[Any, Any, Any],
     desk: NamedDependency[Desk],
     leaves: Annotated[bool, QueryParameter(description="With the id and leaf hash of each event.")] = False,
-) -> InvoiceProof:
+) -> Response[Any]:
     """Show one of the tenant's own invoices, as the document that its signed hash is of."""
     tenant = desk.tenant(request)
     invoice = desk.invoice(tenant, invoice_id)
-    document = desk.billing.invoice_document(invoice.id)
-    found = await desk.read(tenant, desk.billing.invoice_leaves, invoice, desk.usage) if leaves else None
-    return InvoiceProof(
-        document=document,
-        content_hash=invoice.content_hash,
-        status=invoice.status,
-        signed=invoice.signed,
-        leaves=None if found is None else [(event_id, leaf.hex()) for event_id, leaf in found],
-    )
+    if leaves:
+        return Stream(await begun(_with_leaves(desk, tenant, invoice)), media_type=MediaType.JSON)
+    return Response(await asyncio.to_thread(_encoded, desk, invoice), media_type=MediaType.JSON)
 
 
 @get("/v1/invoices/{invoice_id:str}/proof")
@@ -85,7 +89,10 @@ async def invoice_proof(
     invoice = desk.invoice(tenant, invoice_id)
     if invoice.basis is None:
         raise Conflict("The invoice was cut by a version of Meterhouse that kept nothing to verify it by.")
-    inclusion = None if event_id is None else await desk.read(tenant, _inclusion, desk, invoice, event_id)
+    inclusion: Inclusion | None = None
+    if event_id is not None:
+        with desk.turns.seat(tenant.id):
+            inclusion = await desk.read(tenant, _inclusion, desk, invoice, event_id)
     return Proof(
         invoice_id=invoice.id,
         root=invoice.basis.root,
@@ -95,9 +102,32 @@ async def invoice_proof(
     )
 
 
+async def _with_leaves(desk: Desk, tenant: Tenant, invoice: Invoice) -> AsyncGenerator[bytes, None]:
+    """The answer in pieces: of a million events it has a hundred megabytes."""
+    with desk.turns.seat(tenant.id):
+        for piece in slices(await desk.read(tenant, _encoded, desk, invoice, leaves=True)):
+            yield piece
+
+
+def _encoded(desk: Desk, invoice: Invoice, *, leaves: bool = False) -> bytes:
+    """The answer's bytes, made where nobody's stream waits for it."""
+    proof = InvoiceProof(
+        document=desk.billing.invoice_document(invoice.id),
+        content_hash=invoice.content_hash,
+        status=invoice.status,
+        signed=invoice.signed,
+        leaves=[(event_id, leaf.hex()) for event_id, leaf in _leaves(desk, invoice)] if leaves else None,
+    )
+    return msgspec.json.encode(proof)
+
+
+def _leaves(desk: Desk, invoice: Invoice) -> Leaves:
+    return desk.trees.leaves(invoice.id, lambda: desk.billing.invoice_leaves(invoice, desk.usage))
+
+
 def _inclusion(desk: Desk, invoice: Invoice, event_id: str) -> Inclusion:
     """Raises `NotFound` for an event that is not on it."""
-    leaves = desk.billing.invoice_leaves(invoice, desk.usage)
+    leaves = _leaves(desk, invoice)
     index = next((number for number, (id, _) in enumerate(leaves) if id == event_id), None)
     if index is None:
         raise NotFound("event of this invoice", event_id)

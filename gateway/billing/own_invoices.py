@@ -73,8 +73,8 @@ class OwnInvoiceView(OwnInvoiceSummary, kw_only=True):
     events_digest: Annotated[str, Meta(description="SHA-256 over the events the invoice is cut from")]
 
 
-@get("/invoices")
-async def list_invoices(
+@get("/invoices", sync_to_thread=True)
+def list_invoices(
     request: Request[Any, Any, Any], views: NamedDependency[Views], limit: Limit = DEFAULT_LIMIT, after: After = None
 ) -> Page[OwnInvoiceSummary]:
     """List the tenant's final invoices, the oldest first."""
@@ -84,8 +84,8 @@ async def list_invoices(
     return page(found, limit, lambda one: OwnInvoiceSummary(**_summary(views, one, dunned)), lambda one: one.id)
 
 
-@get("/invoices/{invoice_id:str}")
-async def get_invoice(
+@get("/invoices/{invoice_id:str}", sync_to_thread=True)
+def get_invoice(
     request: Request[Any, Any, Any], views: NamedDependency[Views], invoice_id: FromPath[str]
 ) -> OwnInvoiceView:
     """Show one of the tenant's final invoices with its lines."""

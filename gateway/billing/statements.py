@@ -23,5 +23,7 @@ async def get_statement(
     """Show the statement of one of the tenant's final invoices, as a page or as a table of its lines."""
     tenant = views.tenant(request)
     invoice = views.invoice(tenant, invoice_id)
-    async with views.turn(tenant):
-        return await asyncio.to_thread(lambda: rendered(views.billing.statement(invoice.id), format))
+    with views.turns.seat(tenant.id):
+        return await views.turns.take(
+            tenant.id, lambda: asyncio.to_thread(lambda: rendered(views.billing.statement(invoice.id), format))
+        )

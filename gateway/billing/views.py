@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from litestar import Request
@@ -15,6 +11,7 @@ from billing.errors import NotFound
 from billing.invoice import Invoice
 from billing.service import Billing
 from gateway.auth import Principal, key_holder
+from gateway.billing.turns import Turns
 
 
 class Views:
@@ -22,13 +19,7 @@ class Views:
 
     def __init__(self, billing: Billing) -> None:
         self.billing = billing
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    @asynccontextmanager
-    async def turn(self, tenant: Tenant) -> AsyncIterator[None]:
-        """One long answer of a tenant at a time: the threads that read and render are few, and everybody's."""
-        async with self._turns[tenant.id]:
-            yield
+        self.turns = Turns()
 
     def principal(self, request: Request[Any, Any, Any]) -> Principal:
         """Who asks; a suspended tenant too, as it must see why and what is due. Raises `Unauthorized`."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
 from billing import merkle
-from billing.document import canonical
+from billing.document import canonical, document
 from billing.errors import Conflict
 from billing.invoice import Invoice
 from billing.offers import ClassOffer, TierOffer
 from billing.periods import period_at
+from billing.service import Balance, cutting
 from billing.tiers import PriceModel
 from metering.receipts import leaf_of
 
@@ -125,3 +127,20 @@ def test_an_invoice_of_an_older_ledger_has_none_and_opens(house: Any) -> None:
         house.billing.invoice_document(old.id)
     assert house.billing.reconcile(old.period_start_us, old.period_end_us, usage=house.shelf).ok
     assert house.billing.finalize_invoice(old.id).finalized_us
+
+
+def test_requests_do_not_wait_for_a_long_document(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.use()
+    invoice = draft(house)
+    made = house.billing.invoice_document(invoice.id)
+    free: list[Balance] = []
+
+    def slow(*given: Any) -> Any:
+        asked = threading.Thread(target=lambda: free.append(house.billing.balance("acme")), daemon=True)
+        asked.start()
+        asked.join(2)
+        return document(*given)
+
+    monkeypatch.setattr(cutting, "document", slow)
+    assert house.billing.invoice_document(invoice.id) == made
+    assert free
