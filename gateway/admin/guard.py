@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from billing.admins import CommandRefused, Role
 from billing.service import Billing
 from billing.service.shell import ACTOR
 from gateway import paths
+from gateway.admin.refusals import Refusals
 from gateway.auth import MAX_KEY_LENGTH, bearer
 from gateway.errors import ErrorBody, Forbidden, Unauthorized, api_error, handle
 
@@ -83,16 +85,21 @@ def noting(
     billing: Billing, spawn: Callable[[Any], object]
 ) -> Callable[[Request[Any, Any, Any], Exception], Response[ErrorBody]]:
     """An exception handler that answers as every other, and writes down what a known admin was refused."""
+    refusals = Refusals(time.monotonic)
 
     def refused(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
-        if not reads(request.method, request.url.path.removeprefix(paths.ADMIN)) and ACTOR.get():
+        if reads(request.method, request.url.path.removeprefix(paths.ADMIN)) or not (actor := ACTOR.get()):
+            return handle(request, error)
+        omitted = refusals.noted(actor)
+        if omitted is not None:
             answer = api_error(error)
+            before = f" (and {omitted} more before it)" if omitted else ""
             note = CommandRefused(
                 method=request.method,
                 path=request.url.path[:REASON_MAX],
                 status=answer.status,
                 code=answer.code or "",
-                reason=answer.message[:REASON_MAX],
+                reason=answer.message[: REASON_MAX - len(before)] + before,
             )
             spawn(asyncio.to_thread(billing.note_refused, note))  # with this context, so under the same actor
         return handle(request, error)

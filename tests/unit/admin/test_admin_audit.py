@@ -11,6 +11,7 @@ from litestar.routes import HTTPRoute
 
 from billing.admins import Role
 from gateway import paths
+from gateway.admin import refusals
 from gateway.admin.guard import READING_POSTS, READS, may
 from tests.unit.admin.conftest import World
 
@@ -119,6 +120,21 @@ async def test_what_was_refused_is_written_down_under_who_wanted_it(world: World
         ("admin", 400, "/admin/v1/prices"),
     ]
     assert "role" in found[-1]["detail"]["reason"]
+
+
+async def test_who_is_refused_again_and_again_does_not_fill_the_ledger(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "AT_ONCE", 3)
+    monkeypatch.setattr(refusals, "EVERY_S", 1e9)
+    key, reader = await made(world, "eve", "read_only")
+    for _ in range(20):
+        assert await reader.status("POST", "/tenants", TENANT) == 403
+    assert len(await audit(world, kind="admin.refused", actor=f"admin:{key['id']}")) == 3
+    monkeypatch.setattr(refusals, "EVERY_S", 1e-9)
+    assert await reader.status("POST", "/tenants", TENANT) == 403
+    (last, *_) = await audit(world, kind="admin.refused", actor=f"admin:{key['id']}")
+    assert last["detail"]["reason"].endswith("(and 17 more before it)")
 
 
 async def test_a_key_is_shown_once_hashed_at_rest_and_revoked_for_good(world: World) -> None:
