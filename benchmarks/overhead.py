@@ -92,10 +92,8 @@ def block(servers: dict[str, Server], kind: Asked, tokenizer: Tokenizer) -> Bloc
                 if other != name:
                     stack.enter_context(server.stopped())
             found[name].append(_ask(servers[name], kind, tokenizer))
-    tok, ttft = (
-        {name: mean(getter(one) for one in measured) for name, measured in found.items()}
-        for getter in (lambda one: one.output_tok_per_s, lambda one: one.ttft_ms.p50)
-    )
+    tok = {name: mean(one.output_tok_per_s for one in measured) for name, measured in found.items()}
+    ttft = {name: mean(one.ttft_ms.p50 for one in measured) for name, measured in found.items()}
     return Block(
         kind=kind.name,
         with_tok_per_s=tok["with"],

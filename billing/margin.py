@@ -62,7 +62,9 @@ class CostRates:
         """The rate of an hour: the one that became effective last, at its beginning. Raises `NoCostRate`."""
         known = [rate for rate in self.rates if rate.currency == currency and rate.effective_at_us <= hour_us]
         if not known:
-            raise NoCostRate(f"no cost rate in {currency} is effective at the beginning of this range: set one")
+            raise NoCostRate(
+                f"no cost rate in {currency} is effective at the beginning of this range: enter one (`margin rate`)"
+            )
         return max(enumerate(known), key=lambda pair: (pair[1].effective_at_us, pair[0]))[1]
 
 

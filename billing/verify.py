@@ -795,7 +795,7 @@ def verify(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="verify", description="Verify an invoice without asking its seller.")
+    parser = argparse.ArgumentParser(prog="verify.py", description="Verify an invoice without asking its seller.")
     parser.add_argument("invoice", type=Path, help="GET /v1/invoices/ID?leaves=true")
     parser.add_argument("events", type=Path, help="GET /v1/usage/events?invoice=ID")
     parser.add_argument("receipts", type=Path, nargs="?", help="receipts that clients were given, one a line")

@@ -36,26 +36,23 @@ from gateway.commands import (
 )
 from gateway.commands.base import Group
 
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Serving": (server.serve, tenants.tenant, keys.key, adapters.adapter, usage.usage, bench),
+    "Prices and money": (prices.price, credits.credit, credits.balance, budgets.budget, margin.margin),
+    "Terms of a tenant": (terms.discount, terms.commitment, terms.tax),
+    "Invoices": (invoices.invoice, credit_notes.credit_note, dunning.dunning, stripe.stripe, stripe.meters),
+    "Proof": (reconcile.reconcile, verification.verify, verification.replay, verification.signing_key, admins.audit),
+    "Operations": (
+        *(admins.admin_key, alerts.alerts, gateways.gateway, backup.backup, backup.restore),
+        *(store.archive, store.rollup, server.migrate),
+    ),
+}
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(cls=Group, sections=SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="meterhouse", prog_name="meterhouse")
 def main() -> None:
     """Serve models to tenants and turn every token into an exact invoice line."""
-
-
-for _command in (
-    *(server.serve, server.migrate),
-    *(tenants.tenant, keys.key, adapters.adapter, dunning.dunning),
-    *(prices.price, terms.discount, terms.commitment, terms.tax),
-    *(credits.credit, credits.balance, budgets.budget),
-    *(usage.usage, margin.margin),
-    *(invoices.invoice, credit_notes.credit_note, stripe.stripe, stripe.meters),
-    *(verification.signing_key, verification.verify, verification.replay, reconcile.reconcile),
-    *(admins.admin_key, admins.audit, alerts.alerts),
-    *(gateways.gateway, store.rollup, store.archive, backup.backup, backup.restore),
-    bench,
-):
-    main.add_command(_command)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from anyio.from_thread import start_blocking_portal
 from gateway import paths
 from gateway.keyfile import admin_key
 from gateway.settings import Settings
+from metering.lock import held
 
 TIMEOUT = httpx.Timeout(300.0, connect=3.0)  # an export or the unloading of an adapter takes its time
 
@@ -122,9 +123,19 @@ def _reason(response: httpx.Response) -> str:
 
 
 @contextmanager
-def connect(settings: Settings, open_app: OpenApp) -> Iterator[AdminClient]:
-    """The API of the server that runs where the settings say; when none does, the app that `open_app` opens here."""
-    opened = _remote(settings) if _answers(settings.base_url) else _in_process(settings, open_app)
+def connect(settings: Settings, open_app: OpenApp, folder_named: bool = False) -> Iterator[AdminClient]:
+    """The API of the server that runs where the settings say; when none does, the app that `open_app` opens here.
+
+    `folder_named`: somebody means this data folder. Raises `CallFailed`, also when a server answers that is not this
+    folder's: the books of another would be taken for those that were asked for.
+    """
+    answers = _answers(settings.base_url)
+    if answers and folder_named and settings.data_dir.is_dir() and not held(settings.data_dir / "server.lock"):
+        raise CallFailed(
+            f"a server answers at {settings.base_url}, but none runs on the data folder {settings.data_dir}: leave "
+            "--data-dir out to speak to that server, or name for this folder a --port that nobody listens on"
+        )
+    opened = _remote(settings) if answers else _in_process(settings, open_app)
     with opened as client:
         yield client
 

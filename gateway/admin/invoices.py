@@ -13,6 +13,7 @@ from billing.errors import PeriodNotClosed
 from billing.gateways import GatewayRow
 from billing.invoice import Invoice, InvoiceLine, InvoiceStatus, LineKind
 from billing.money import format_exact, format_minor, format_price, minor_digits, parse_exact
+from billing.service import Billing
 from billing.terms import CommitmentPart, TaxMode
 from billing.tiers import UNITS, PriceModel, TokenClass
 from billing.wording import describe
@@ -134,6 +135,8 @@ class InvoiceView(msgspec.Struct, kw_only=True):
     subtotal: Annotated[str, Meta(description="total without tax")]
     tax: str
     total: str
+    credited: Annotated[str, Meta(description="what credit notes took back")]
+    due: Annotated[str, Meta(description="still to be paid: total and provider_tax, less credited")]
     tax_mode: Annotated[str, Meta(description=", ".join(TaxMode))]
     provider_tax: Annotated[str, Meta(description="what Stripe Tax added, on top of total")]
     true_up: Annotated[
@@ -146,10 +149,12 @@ class InvoiceView(msgspec.Struct, kw_only=True):
     created_at: str
     finalized_at: str | None
     exported_at: str | None
+    paid_at: str | None
     voided_at: str | None
 
 
-def show_invoice(invoice: Invoice) -> InvoiceView:
+def show_invoice(invoice: Invoice, billing: Billing) -> InvoiceView:
+    credited = sum(note.amount_minor for note in billing.notes_of(invoice.id))
     return InvoiceView(
         id=invoice.id,
         tenant=invoice.tenant,
@@ -163,6 +168,8 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         subtotal=format_minor(invoice.total_minor - invoice.tax_minor, invoice.currency),
         tax=format_minor(invoice.tax_minor, invoice.currency),
         total=format_minor(invoice.total_minor, invoice.currency),
+        credited=format_minor(credited, invoice.currency),
+        due=format_minor(invoice.due_minor(credited), invoice.currency),
         tax_mode=invoice.terms.tax.mode,
         provider_tax=format_minor(invoice.provider_tax_minor, invoice.currency),
         true_up=format_exact(parse_exact(invoice.true_up)),
@@ -173,6 +180,7 @@ def show_invoice(invoice: Invoice) -> InvoiceView:
         created_at=format_time(invoice.created_us),
         finalized_at=show_time(invoice.finalized_us),
         exported_at=show_time(invoice.exported_us),
+        paid_at=show_time(invoice.paid_us),
         voided_at=show_time(invoice.voided_us),
     )
 
@@ -250,7 +258,7 @@ async def create_invoice(data: JSONBody[InvoiceCreate], admin: Admin, idempotenc
     except PeriodNotClosed as error:
         told = _not_closed(end_us, admin.clock_us(), stored, str(error))
         raise Conflict(told, code="period_not_closed", headers=_retry(end_us - stored.us)) from None
-    return show_invoice(invoice)
+    return show_invoice(invoice, admin.billing)
 
 
 def _not_closed(end_us: int, now_us: int, stored: Watermark, reason: str) -> str:
@@ -284,25 +292,27 @@ def list_invoices(
 ) -> Page[InvoiceView]:
     """List invoices in order of creation."""
     found = admin.billing.invoices(tenant, limit=limit + 1, after=after)
-    return page(found, limit, show_invoice, lambda invoice: invoice.id)
+    return page(found, limit, lambda invoice: show_invoice(invoice, admin.billing), lambda invoice: invoice.id)
 
 
 @get("/invoices/{invoice_id:str}", sync_to_thread=True)
 def get_invoice(invoice_id: FromPath[str], admin: Admin) -> InvoiceView:
     """Show one invoice."""
-    return show_invoice(admin.billing.invoice(invoice_id))
+    return show_invoice(admin.billing.invoice(invoice_id), admin.billing)
 
 
 @post("/invoices/{invoice_id:str}/finalize", status_code=200, sync_to_thread=True)
 def finalize_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
     """Make a draft final; from here on it can only be exported or voided."""
-    return show_invoice(admin.billing.finalize_invoice(invoice_id, idempotency=idempotency))
+    return show_invoice(admin.billing.finalize_invoice(invoice_id, idempotency=idempotency), admin.billing)
 
 
 @post("/invoices/{invoice_id:str}/export", status_code=200, sync_to_thread=True)
 def export_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> InvoiceView:
     """Send a final invoice to Stripe; safe to repeat after any failure. 409 when STRIPE_API_KEY is not set."""
-    return show_invoice(admin.billing.export_invoice(invoice_id, admin.exporter, idempotency=idempotency))
+    return show_invoice(
+        admin.billing.export_invoice(invoice_id, admin.exporter, idempotency=idempotency), admin.billing
+    )
 
 
 @post("/invoices/{invoice_id:str}/void", status_code=200, sync_to_thread=True)
@@ -311,7 +321,7 @@ def void_invoice(invoice_id: FromPath[str], admin: Admin, idempotency: Once) -> 
 
     409 when it is paid in Stripe, or when Stripe must be asked and STRIPE_API_KEY is not set.
     """
-    return show_invoice(admin.billing.void_invoice(invoice_id, admin.exporter, idempotency=idempotency))
+    return show_invoice(admin.billing.void_invoice(invoice_id, admin.exporter, idempotency=idempotency), admin.billing)
 
 
 router = Router(

@@ -94,7 +94,9 @@ def decide_put_aside(identifier: FromPath[str], data: JSONBody[Decision], admin:
 @patch("/stripe/invoices", sync_to_thread=True)
 def sync_invoices(admin: Admin) -> Moved:
     """Let every exported invoice catch up with what Stripe has now, should a message of Stripe's have been lost."""
-    return Moved(data=[show_invoice(invoice) for invoice in admin.billing.sync_invoices(admin.exporter.look)])
+    return Moved(
+        data=[show_invoice(invoice, admin.billing) for invoice in admin.billing.sync_invoices(admin.exporter.look)]
+    )
 
 
 router = Router("/", route_handlers=[show_meters, list_put_aside, decide_put_aside, sync_invoices], tags=["meters"])

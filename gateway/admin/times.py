@@ -16,7 +16,7 @@ _RFC3339 = re.compile(
 _SECONDS = re.compile(r"(\d{1,12})(?:\.(\d{1,6}))?", re.ASCII)
 _LAST_US = 253_402_300_800_000_000  # the first microsecond of the year 10000
 
-WHAT_A_TIME_IS = "must be a time in RFC 3339 such as 2026-11-01T00:00:00Z, or seconds since the epoch"
+WHAT_A_TIME_IS = "must be a date, a time in RFC 3339 such as 2026-11-01T00:00:00Z, or seconds since the epoch"
 
 
 class TimeError(ValueError):

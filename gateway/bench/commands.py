@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 
 from gateway import settings as settings_module
 from gateway.bench.lengths import Lengths
+from gateway.commands.base import Noun
 from gateway.flags import Decorator, settings_flags
 from gateway.printing import PIPE_WIDTH
 
@@ -32,7 +33,7 @@ SLO_PART = re.compile(r"(ttft|tpot|e2e|e2el):(\d+(?:\.\d+)?)")
 NOT_THE_ENGINES = ("max_waiting", "queue_timeout_s")  # a batch is as long as it is, and waits as long as it must
 
 
-@click.group()
+@click.group(cls=Noun)
 def bench() -> None:
     """Measure a server, or the model alone."""
 

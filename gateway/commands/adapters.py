@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 ADAPTER = ("name", "id", "base_model", "digest", "created_at")
 
 
-@click.group()
+@click.group(cls=Noun)
 def adapter() -> None:
     """LoRA adapters of a tenant."""
 

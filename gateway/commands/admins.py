@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import END, START, admin
+from gateway.commands.base import END, START, Noun, admin
 from gateway.printing import Printer
 
 ADMIN_KEY = ("id", "name", "role", "prefix", "created_at", "revoked_at")
 AUDIT = ("event", "at", "actor", "actor_name", "type", "detail")
 
 
-@click.group("admin")
+@click.group("admin", cls=Noun)
 def admin_key() -> None:
     """Admin keys: who may administer, and as what."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin, given
+from gateway.commands.base import Noun, admin, given
 from gateway.printing import Printer
 
 BUDGET = ("id", "name", "scope", "subject", "period", "amount", "spent", "held", "left", "currency", "hard")
@@ -25,7 +25,7 @@ _threshold = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Noun)
 def budget() -> None:
     """What a tenant, one of its keys or adapters may spend in a day, a week or a month."""
 

@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 NOTE = ("id", "number", "tenant", "status", "amount", "tax", "currency", "reason", "stripe_credit_note_id")
 
 
-@click.group("credit-note")
+@click.group("credit-note", cls=Noun)
 def credit_note() -> None:
     """Credit notes: what is taken back of a final invoice."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import Negative, admin, given
+from gateway.commands.base import Negative, Noun, admin, given
 from gateway.printing import Printer
 
-BALANCE = ("tenant", "currency", "available", "held", "charged", "granted")
+BALANCE = ("tenant", "currency", "billing_mode", "available", "held", "charged", "granted", "expired", "owed")
 GRANT = ("id", "amount", "used", "expired", "left", "currency", "priority", "expires_at", "reason", "created_at")
 
 
-@click.group()
+@click.group(cls=Noun)
 def credit() -> None:
     """Prepaid credit."""
 
@@ -25,7 +25,7 @@ def credit() -> None:
 @click.option(
     "--priority", type=click.IntRange(0, 100), help="Of several grants the lowest is used first. [default: 50]"
 )
-@click.option("--expires-at", help="When it ends: RFC 3339 or epoch seconds. [default: never]")
+@click.option("--expires-at", help="When it ends: a date, RFC 3339 or epoch seconds. [default: never]")
 @click.option("--top-up", help="The request for a top-up that it answers.")
 @admin
 def credit_grant(api: AdminClient, printer: Printer, tenant_id: str, **fields: str) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 DUNNING = ("invoice", "tenant", "started_at", "steps_taken", "next_at", "outcome", "ended_at", "reason")
 STEP = ("day", "kind", "taken_at")
 
 
-@click.group()
+@click.group(cls=Noun)
 def dunning() -> None:
     """Invoices whose payment failed, and what follows from that."""
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 GATEWAY = ("id", "alive", "this", "stored_until", "seen_at", "started_at")
 
 
-@click.group()
+@click.group(cls=Noun)
 def gateway() -> None:
     """Gateways on this ledger: how far each has stored its usage."""
 

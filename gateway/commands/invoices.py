@@ -11,14 +11,15 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient, CallFailed
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
-INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "currency")
+INVOICE = ("id", "tenant", "status", "period_start", "period_end", "requests", "total", "due", "currency")
+MORE = ("tax", "provider_tax", "credited", "exact_total", "finalized_at", "paid_at", "stripe_invoice_id")
 LINE = ("kind", "model", "name", "token_class", "quantity", "unit_price", "exact", "amount")
 
 
-@click.group()
+@click.group(cls=Noun)
 def invoice() -> None:
     """Invoices: draft, finalize, export, void."""
 
@@ -29,7 +30,11 @@ def invoice() -> None:
 @click.argument("period_end")
 @admin
 def invoice_create(api: AdminClient, printer: Printer, tenant_id: str, period_start: str, period_end: str) -> None:
-    """Draft an invoice for usage from PERIOD_START up to PERIOD_END (excluded)."""
+    """Draft an invoice for usage from PERIOD_START up to PERIOD_END (excluded).
+
+    Both are dates, which begin in UTC, or times such as 2026-11-30T17:00:00Z. It may be any range that is over and that
+    no other invoice has a part of: a billing period, or for a trial the hours up to a minute ago.
+    """
     body = {"tenant": tenant_id, "period_start": period_start, "period_end": period_end}
     show_invoice(printer, api.post("/invoices", body=body))
 
@@ -101,6 +106,6 @@ def statement(api: AdminClient, printer: Printer, invoice_id: str, format: str, 
 
 def show_invoice(printer: Printer, found: dict[str, Any]) -> None:
     """An invoice, and for people its lines."""
-    printer.show(found, (*INVOICE, "tax", "exact_total", "stripe_invoice_id"))
+    printer.show(found, (*INVOICE, *MORE))
     if not printer.as_json:
         printer.show(found["lines"], LINE)

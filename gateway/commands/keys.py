@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 KEY = ("id", "tenant", "name", "prefix", "created_at", "revoked_at")
 
 
-@click.group()
+@click.group(cls=Noun)
 def key() -> None:
     """API keys of a tenant."""
 

@@ -33,7 +33,7 @@ def margin_show(api: AdminClient, printer: Printer, group_by: str, start: str | 
 @click.option("--kv-block-second", required=True, help="Of a KV-cache block held for a second.")
 @click.option("--hour", required=True, help="Of an hour, whatever runs.")
 @click.option("--currency", default="usd", show_default=True)
-@click.option("--effective-at", help="From when on: RFC 3339 or epoch seconds. [default: now]")
+@click.option("--effective-at", help="From when on: a date, RFC 3339 or epoch seconds. [default: now]")
 @admin
 def margin_rate(api: AdminClient, printer: Printer, **fields: str | None) -> None:
     """Enter what the house pays."""

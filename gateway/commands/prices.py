@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 PRICE = ("model", "tenant", "currency", "per_million.prompt", "per_million.cached", "per_million.completion")
@@ -36,7 +36,7 @@ def read_table(path: Path) -> dict[str, Any]:
     return found
 
 
-@click.group()
+@click.group(cls=Noun)
 def price() -> None:
     """The price book, per million tokens."""
 
@@ -53,7 +53,7 @@ def price() -> None:
 )
 @click.option("--endpoint", help="For requests of this endpoint only, as chat.completions.")
 @click.option("--currency", default="usd", show_default=True)
-@click.option("--effective-at", help="From when on: RFC 3339 or epoch seconds. [default: now]")
+@click.option("--effective-at", help="From when on: a date, RFC 3339 or epoch seconds. [default: now]")
 @click.option("--tenant", "tenant_id", help="For this tenant only.")
 @admin
 def price_set(
@@ -98,13 +98,14 @@ def price_list(api: AdminClient, printer: Printer) -> None:
 @click.option(
     "--book",
     type=click.Path(path_type=Path),
-    help="JSON or TOML file of candidate prices: a list `prices`, each as `price set` takes it or "
-    '{price = "an id"}, with an own effective_at if it has one; `alone = true`: no price but these.',
+    help="JSON or TOML file of candidate prices: a list `prices`, each as POST /admin/v1/prices takes it: "
+    "{model = '*', currency = 'usd', per_million = {prompt = '0.50', cached = '0.05', completion = '1.50'}}, "
+    "or {price = 'an id'}; with an own effective_at if it has one; `alone = true`: no price but these.",
 )
 @click.option("--as-if", "ids", multiple=True, metavar="PRICE_ID", help="A version that stands; may be repeated.")
 @click.option("--effective-at", help="From when on, for --as-if. [default: the start]")
-@click.option("--start", required=True, help="RFC 3339 or epoch seconds.")
-@click.option("--end", required=True, help="RFC 3339 or epoch seconds, excluded.")
+@click.option("--start", required=True, help="A date, RFC 3339 or epoch seconds.")
+@click.option("--end", required=True, help="A date, RFC 3339 or epoch seconds, excluded.")
 @click.option("--tenant", "tenant_id", help="This tenant only.")
 @click.option("--by", type=click.Choice(["tenant", "model"]), default="tenant", show_default=True)
 @admin

@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 ARCHIVE = ("month", "events", "second_contents", "files", "nbytes", "dropped")
 DRIFT = ("start", "groups", "events", "summed")
 
-_start = click.option("--start", help="RFC 3339 or epoch seconds. [default: a month before the end]")
-_end = click.option("--end", help="RFC 3339 or epoch seconds, excluded. [default: now]")
+_start = click.option("--start", help="A date, RFC 3339 or epoch seconds. [default: a month before the end]")
+_end = click.option("--end", help="A date, RFC 3339 or epoch seconds, excluded. [default: now]")
 
 
-@click.group()
+@click.group(cls=Noun)
 def rollup() -> None:
     """The usage store's hourly sums."""
 
@@ -44,7 +44,7 @@ def rollup_rebuild(api: AdminClient, printer: Printer, start: str, end: str) -> 
     printer.show(api.put("/rollups", body={"start": start, "end": end}), ("hours",))
 
 
-@click.group()
+@click.group(cls=Noun)
 def archive() -> None:
     """Months of events in Parquet files, and no longer in the usage store."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import Defaulting, admin
+from gateway.commands.base import Defaulting, Noun, admin
 from gateway.commands.invoices import INVOICE
 from gateway.printing import Printer
 
@@ -41,7 +41,7 @@ _meters_decision("send", True, "Send a meter event that was put aside (again).")
 _meters_decision("leave", False, "Decide that a meter event that was put aside is not to be sent.")
 
 
-@click.group()
+@click.group(cls=Noun)
 def stripe() -> None:
     """What stands at Stripe."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin, given
+from gateway.commands.base import Noun, admin, given
 from gateway.printing import Printer
 
 TENANT = ("id", "name", "currency", "stripe_customer_id", "default_adapter", "limits", "status", "created_at")
@@ -45,7 +45,7 @@ _dunning_steps = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Noun)
 def tenant() -> None:
     """Tenants: who is served and billed."""
 

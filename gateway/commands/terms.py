@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 DISCOUNT = ("id", "tenant", "name", "percent", "amount", "from", "to", "model", "token_class")
@@ -15,7 +15,7 @@ COMMITMENT = ("id", "amount", "from", "created_at")
 TERMS = ("tenant", "currency", "tax.mode", "tax.rates", "carried")
 
 
-@click.group()
+@click.group(cls=Noun)
 def discount() -> None:
     """What a tenant's invoices take off."""
 
@@ -53,7 +53,7 @@ def discount_end(api: AdminClient, printer: Printer, discount_id: str) -> None:
     printer.show(api.delete("/discounts/{}", discount_id), DISCOUNT)
 
 
-@click.group()
+@click.group(cls=Noun)
 def commitment() -> None:
     """What a tenant's billing period comes to at least."""
 
@@ -61,7 +61,7 @@ def commitment() -> None:
 @commitment.command("set")
 @click.argument("tenant_id", metavar="TENANT")
 @click.argument("amount")
-@click.option("--from", "start", help="RFC 3339 or epoch seconds. [default: now]")
+@click.option("--from", "start", help="A date, RFC 3339 or epoch seconds. [default: now]")
 @admin
 def commitment_set(api: AdminClient, printer: Printer, tenant_id: str, amount: str, start: str | None) -> None:
     """Set the minimum that each billing period of TENANT is invoiced up to; 0 ends it."""
@@ -77,7 +77,7 @@ def commitment_list(api: AdminClient, printer: Printer, tenant_id: str) -> None:
     printer.show(api.get("/tenants/{}/terms", tenant_id)["commitments"], COMMITMENT)
 
 
-@click.group()
+@click.group(cls=Noun)
 def tax() -> None:
     """What tax a tenant's invoices have, on top of prices."""
 

@@ -6,14 +6,14 @@ import click
 
 from billing import verify as verifier
 from gateway.client import AdminClient
-from gateway.commands.base import admin
+from gateway.commands.base import Noun, admin
 from gateway.printing import Printer
 
 REPLAY = ("invoice", "tenant", "status", "equal", "content_hash", "difference")
 SIGNING_KEY = ("key_id", "this", "published_at", "retired_at")
 
 
-@click.group("signing-key")
+@click.group("signing-key", cls=Noun)
 def signing_key() -> None:
     """Keys that sign invoices."""
 
@@ -34,8 +34,8 @@ def rotate(api: AdminClient, printer: Printer) -> None:
 
 @click.command()
 @click.argument("invoice_id", metavar="[INVOICE]", required=False)
-@click.option("--start", help="All final invoices of periods since: RFC 3339 or epoch seconds.")
-@click.option("--end", help="RFC 3339 or epoch seconds, excluded. [default: now]")
+@click.option("--start", help="All final invoices of periods since: a date, RFC 3339 or epoch seconds.")
+@click.option("--end", help="A date, RFC 3339 or epoch seconds, excluded. [default: now]")
 @admin
 def replay(api: AdminClient, printer: Printer, invoice_id: str | None, start: str | None, end: str | None) -> None:
     """Rebuild INVOICE, or all of a range, from the log and the usage store; exit code 1 when bytes differ."""
