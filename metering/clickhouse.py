@@ -52,6 +52,7 @@ _ON_CLUSTER = {
     "fallback_to_stale_replicas_for_distributed_queries": 0,
 }
 _DATABASE = "meterhouse"  # inside a chDB folder; `migrations.runner`, which may not be imported here, has the same
+SLICE_EVENTS = 250_000  # some seconds of a reader's time
 MOST_READ = 1_000_000  # events read one by one for an answer that is bounded: some ten seconds
 MOST_SCANNED = 5_000_000  # of all tenants, in the archive's files that lie in the range
 _TOO_MANY_ROWS = 158
@@ -164,12 +165,13 @@ class UsageStore:
         """The events of [start, end) that stand, by time and id, equal to what was inserted: the store's, and the
         archive's of months that it has dropped.
 
-        A client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's and
+        Read by whole hours, as many as have `SLICE_EVENTS` together: no query lasts as long as who reads a month. A
+        client is held until the iterator ends. Raises `StoreDamaged` at an event whose bytes are not its hash's and
         for an archive that is not at hand, `StoreNewer` at one whose version this code does not know, and
         `StoreUnavailable` when a month was archived meanwhile: some of its events may have been missed.
         """
         months = self._whole_archive_within(start_us, end_us)
-        live = self._live_events(queries.events(tenant, start_us, end_us, settled_from_us, settled_to_us))
+        live = self._live_events(tenant, start_us, end_us, settled_from_us, settled_to_us)
         if not months:
             yield from live
         else:
@@ -354,7 +356,22 @@ class UsageStore:
             rows: list[tuple[Any, ...]] = client.query(*query).result_rows
             return rows
 
-    def _live_events(self, query: Query) -> Iterator[UsageEvent]:
+    def _live_events(
+        self,
+        tenant: str | None,
+        start_us: int,
+        end_us: int,
+        settled_from_us: int | None,
+        settled_to_us: int | None,
+    ) -> Iterator[UsageEvent]:
+        settled = settled_from_us, settled_to_us
+        counts: list[tuple[Any, ...]] = []
+        if end_us - start_us > HOUR_US:
+            counts = self._query(queries.event_counts(tenant, start_us, end_us, *settled))
+        for span in _slices(counts, start_us, end_us):
+            yield from self._stored_events(queries.events(tenant, *span, *settled))
+
+    def _stored_events(self, query: Query) -> Iterator[UsageEvent]:
         with self._client() as client, client.query_column_block_stream(*query) as blocks:
             for columns in blocks:
                 for row in zip(*columns, strict=True):
@@ -558,6 +575,21 @@ def _split(start_us: int, end_us: int, spans: Sequence[tuple[int, int]]) -> list
         parts.append(((first_us, last_us), True))
         start_us = last_us
     return [*parts, ((start_us, end_us), False)] if start_us < end_us or not parts else parts
+
+
+def _slices(counts: Sequence[Sequence[int]], start_us: int, end_us: int) -> list[tuple[int, int]]:
+    """[start, end) in parts that begin with an hour and have at most `SLICE_EVENTS`, or are one hour's.
+
+    `counts`: (hour in seconds, how many events) of each hour that has any, ascending.
+    """
+    parts: list[tuple[int, int]] = []
+    held = 0
+    for hour_s, count in counts:
+        if held and held + count > SLICE_EVENTS:
+            parts.append((start_us, hour_s * 1_000_000))
+            start_us, held = hour_s * 1_000_000, 0
+        held += count
+    return [*parts, (start_us, end_us)]
 
 
 def _at_most(events: Iterator[UsageEvent], most: int) -> Iterator[UsageEvent]:

@@ -131,11 +131,7 @@ def events(
     Rows of one sort key are equal in every column. So one tenant's, which are few among a granule's, are picked out
     first, and one of each is kept: a quarter less time than FINAL over all that lies between them.
     """
-    where, parameters = within(None, start_us, end_us)
-    for name, value, operator in (("settled_from", settled_from_us, ">="), ("settled_to", settled_to_us, "<")):
-        if value is not None:
-            where += f" AND settled {operator} fromUnixTimestamp64Micro({{{name}:Int64}}, 'UTC')"
-            parameters[name] = value
+    where, parameters = _settled_within(start_us, end_us, settled_from_us, settled_to_us)
     merged, once = "FINAL", ""
     if tenant is not None:
         merged, once = "PREWHERE tenant = {tenant:String}", " LIMIT 1 BY event_id, content_hash"
@@ -144,6 +140,36 @@ def events(
         f"SELECT {event_fields()} FROM {EVENTS} {merged} WHERE {where} AND {STANDING} ORDER BY ts, event_id{once}",
         parameters,
     )
+
+
+def event_counts(
+    tenant: str | None,
+    start_us: int,
+    end_us: int,
+    settled_from_us: int | None = None,
+    settled_to_us: int | None = None,
+) -> Query:
+    """(hour in seconds, at least as many as `events` gives of it), ascending: replays that are not merged yet count."""
+    where, parameters = _settled_within(start_us, end_us, settled_from_us, settled_to_us)
+    if tenant is not None:
+        where += " AND tenant = {tenant:String}"
+        parameters["tenant"] = tenant
+    return Query(
+        f"SELECT toUnixTimestamp(toStartOfHour(ts)) AS hour_s, count() FROM {EVENTS} WHERE {where} "
+        "GROUP BY hour_s ORDER BY hour_s",
+        parameters,
+    )
+
+
+def _settled_within(
+    start_us: int, end_us: int, settled_from_us: int | None, settled_to_us: int | None
+) -> tuple[str, dict[str, Any]]:
+    where, parameters = within(None, start_us, end_us)
+    for name, value, operator in (("settled_from", settled_from_us, ">="), ("settled_to", settled_to_us, "<")):
+        if value is not None:
+            where += f" AND settled {operator} fromUnixTimestamp64Micro({{{name}:Int64}}, 'UTC')"
+            parameters[name] = value
+    return where, parameters
 
 
 def event_fields() -> str:

@@ -308,6 +308,34 @@ def test_a_cost_that_came_to_an_event_of_version_1_is_no_event_of_ours(store: Us
         stored(store)
 
 
+def test_events_are_read_by_hours_that_have_so_many_together(
+    store: UsageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [make_event(i, ts_us=HOUR + i * HOUR_US // 4 + 1) for i in range(40)]
+    store.insert(events)
+    store.insert(events[7:])
+    store.insert([make_event(11, ts_us=events[11].ts_us, completion_tokens=99)])
+    whole, asked = store._stored_events, []
+
+    def noted(query: queries.Query) -> Iterator[UsageEvent]:
+        asked.append((query.parameters["start_us"], query.parameters["end_us"]))
+        return whole(query)
+
+    monkeypatch.setattr(store, "_stored_events", noted)
+    monkeypatch.setattr("metering.clickhouse.SLICE_EVENTS", 10)  # four an hour, and their replays
+    start_us, end_us = HOUR + 5, HOUR + 9 * HOUR_US + HOUR_US // 2 + 2
+    assert list(store.events(None, start_us, end_us)) == events[1:39]
+    assert len(asked) > 4
+    assert [asked[0][0], *(span[1] for span in asked)] == [*(span[0] for span in asked), end_us], "they tile the range"
+    assert all(first_us % HOUR_US == 0 for first_us, _ in asked[1:])
+    assert list(store.events("acme", start_us, end_us)) == events[2:39:2]
+    late = {"settled_from_us": events[20].settled_us, "settled_to_us": events[30].settled_us}
+    assert list(store.events(None, 0, 1 << 61, **late)) == events[20:30]
+    asked.clear()
+    (first, *_) = store.events(None, HOUR, HOUR + HOUR_US)
+    assert (first, asked) == (events[0], [(HOUR, HOUR + HOUR_US)])
+
+
 def test_usage_of_more_groups_than_are_taken_is_refused_by_the_store_itself(store: UsageStore) -> None:
     store.insert([make_event(i, user=f"u{i}", key_id=f"k{i}") for i in range(40)])
     asked: dict[str, Any] = {"tenant": None, "start_us": 0, "end_us": 1 << 61, "bucket": "month"}
