@@ -48,7 +48,7 @@ class Witnesses:
         self._charges = iter(charges)
         self._read_us = 0  # how far in time the charges have been read
         self._charged: dict[str, Entry] = {}  # that no event was seen of
-        self._uncharged: dict[str, _Seen] = {}
+        self._uncharged: dict[str, list[_Seen]] = {}  # of each id every content that was seen
 
     def match(self, events: Iterable[UsageEvent]) -> Iterator[tuple[Entry, UsageEvent]]:
         """The events whose charge is free and of the same content, in the order in which they come.
@@ -67,7 +67,7 @@ class Witnesses:
             seen = _Seen(event)
             queue.append(seen)
             if entry is None:
-                self._uncharged[event.event_id] = seen
+                self._uncharged.setdefault(event.event_id, []).append(seen)
             else:
                 self._decide(seen, entry)
             while queue and queue[0].decided:
@@ -86,7 +86,7 @@ class Witnesses:
 
     def unknown(self) -> list[UsageEvent]:
         """Events without any charge, as far as the charges have been read; they are given once."""
-        found = [seen.event for seen in self._uncharged.values()]
+        found = [seen.event for contents in self._uncharged.values() for seen in contents]
         self._uncharged.clear()
         return found
 
@@ -107,12 +107,12 @@ class Witnesses:
     def _show(self, entry: Entry) -> None:
         self._read_us = max(self._read_us, entry.rated.ts_us)
         self._charged[entry.rated.event_id] = entry
-        if seen := self._uncharged.pop(entry.rated.event_id, None):
+        for seen in self._uncharged.pop(entry.rated.event_id, ()):
             self._decide(seen, entry)
 
     def _decide(self, seen: _Seen, entry: Entry) -> None:
         seen.decided = True
-        if self._same(entry, seen.event):
+        if entry.rated.event_id in self._charged and self._same(entry, seen.event):
             seen.entry = entry
 
     def _same(self, entry: Entry, event: UsageEvent) -> bool:

@@ -162,14 +162,14 @@ class CuttingService(UsageService):
     def _entries(self, cut: Cut, period: Period) -> Iterator[Entry]:
         """The tenant's charges at the cut that are of the period, or late for a standing invoice and on none."""
         owners = Owners(cut.invoices)
-        for number, rated in self._rated(cut.tenant.id, _scan_from_us(period, cut.invoices)):
+        for number, rated in self._rated(cut.tenant.id, self._scan_from_us(period, cut.invoices)):
             if entry := _entry(number, rated, cut, period, owners):
                 yield entry
 
     def _unmatched(self, cut: Cut, period: Period, events: Sequence[UsageEvent]) -> list[UsageEvent]:
         """Those of them that are no second contents of what was matched: the first content of an id stands."""
         rows = self._store.find_all([usage_key(event.event_id) for event in events])
-        from_us, owners = _scan_from_us(period, cut.invoices), Owners(cut.invoices)
+        from_us, owners = self._scan_from_us(period, cut.invoices), Owners(cut.invoices)
         found = []
         for event in events:
             row = rows.get(usage_key(event.event_id))
@@ -183,6 +183,20 @@ class CuttingService(UsageService):
             ):
                 found.append(event)
         return found
+
+    def _scan_from_us(self, period: Period, invoices: Sequence[Invoice]) -> int:
+        """No charge recorded earlier can be on a new invoice for the period.
+
+        Late usage is recorded after the last cut, which took all there was, unless an invoice was voided since:
+        what that one had is free again. When that cut was, the log says, in which no time is before another's: the
+        clock of whoever cut may have been put forward, and others recorded behind the cut by theirs.
+        """
+        first = period.start_us
+        if any(invoice.status is InvoiceStatus.VOID for invoice in invoices):
+            first = min(first, *(invoice.period_start_us for invoice in invoices))
+        elif invoices:
+            first = min([first, *(row.time_us for row in self._store.read(invoices[-1].cut_seq, 1))])
+        return max(0, first - CLOCK_SLACK_US)
 
     def _rated(self, tenant_id: str, recorded_from_us: int) -> Iterator[tuple[int, UsageRated]]:
         """A tenant's charges with their numbers in the ledger."""
@@ -265,17 +279,3 @@ def _entry(number: int, rated: UsageRated, cut: Cut, period: Period, owners: Own
 def _standing(ts_us: int, invoices: Iterable[Invoice]) -> Invoice | None:
     """The invoice whose period has the instant and that is not void."""
     return next((one for one in invoices if one.status is not InvoiceStatus.VOID and one.has(ts_us)), None)
-
-
-def _scan_from_us(period: Period, invoices: Sequence[Invoice]) -> int:
-    """No charge recorded earlier can be on a new invoice for the period.
-
-    Late usage is recorded after the last cut, which took all there was, unless an invoice was voided since:
-    what that one had is free again.
-    """
-    first = period.start_us
-    if any(invoice.status is InvoiceStatus.VOID for invoice in invoices):
-        first = min(first, *(invoice.period_start_us for invoice in invoices))
-    elif invoices:
-        first = min(first, invoices[-1].cut_us)
-    return max(0, first - CLOCK_SLACK_US)

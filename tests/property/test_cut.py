@@ -88,6 +88,18 @@ def test_what_two_streams_agree_on_is_what_two_lists_do(
     assert both.unknown() == []
 
 
+@pytest.mark.parametrize("charged", [0, 1])
+def test_of_two_contents_that_are_seen_before_the_charge_the_charged_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, charged: int
+) -> None:
+    """A charge that was recorded long after its event, when the store has shown both contents."""
+    monkeypatch.setattr(witnesses, "AHEAD_US", 0)
+    contents = [event(1), event(1, prompt_tokens=1000)]
+    both = Witnesses([Entry(charge(event(90)), None), Entry(charge(contents[charged]), None)])
+    assert [one for _, one in both.match([*contents, event(90)])] == [contents[charged], event(90)]
+    assert (both.unknown(), both.unseen()) == ([], [])
+
+
 def test_little_is_kept_of_a_long_month(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(witnesses, "AHEAD_US", 10)
     both = Witnesses(Entry(charge(event(number)), None) for number in range(600))

@@ -469,6 +469,32 @@ def test_a_cut_reads_far_enough_back_over_months(house: Any) -> None:
     assert [(line.late_of, line.quantity) for line in later.lines] == [(first.id, 2)]
 
 
+def test_usage_recorded_during_a_cut_by_a_clock_that_is_ahead_is_on_the_next_invoice(house: Any) -> None:
+    """Who cuts is 40 days ahead; another gateway records by the right clock while the cut is read."""
+    start, month = house.clock.now_us, 30 * 24 * HOUR_US
+    house.use(prompt=1, completion=0)
+    right = house.clock.now_us
+    late = house.event(prompt=2, completion=0)
+    gateway = house.open()
+
+    class Interrupting:
+        def events(self, *args: Any, **more: Any) -> Any:
+            if late not in house.shelf.kept:
+                found = list(house.shelf.events(*args, **more))
+                house.shelf.kept.append(late)
+                ahead, house.clock.now_us = house.clock.now_us, right
+                gateway.record([late])
+                house.clock.now_us = ahead
+                return iter(found)
+            return house.shelf.events(*args, **more)
+
+    house.clock.now_us = start + 40 * 24 * HOUR_US
+    first = draft(house, (start, start + month), usage=Interrupting())
+    second = draft(house, (start + month, start + 2 * month))
+    assert [(line.late_of, line.quantity) for line in first.lines] == [("", 1)]
+    assert [(line.late_of, line.quantity) for line in second.lines] == [(first.id, 2)]
+
+
 def test_the_digest_says_what_exactly_was_invoiced(house: Any) -> None:
     span = period(house)
     event = house.use()
