@@ -37,6 +37,7 @@ FEMTO_PER_NANO = 10**6
 FEMTO = 10**15
 PER = {"image": 1, "audio_second": 1000, "tool_call": 1, "request": 1, "compute_second": 10**6, "adapter_month": 1}
 TOKENS_PER = 10**6
+SHORTEST_US = 27 * 86_400 * 10**6  # no month is shorter, wherever clocks jump
 DIGITS = {"jpy": 0, "krw": 0, "clp": 0, "vnd": 0, "kwd": 3, "bhd": 3, "jod": 3, "omr": 3, "tnd": 3}
 LISTED = ("usage", "minimum", "adapter")
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
@@ -314,6 +315,11 @@ def _check_receipts(report: Report, document: JSON, events: Sequence[Event], rec
         report.proven.append(f"{len(receipts) - elsewhere} receipts are those of their events")
     if elsewhere:
         report.not_proven.append(f"{elsewhere} receipts, which are of other periods")
+    told = {str(receipt.get("event_id")) for receipt in receipts}
+    if alone := [event for event in events if event.event_id not in told]:
+        report.not_proven.append(
+            f"that {len(alone)} events were asked for: no receipt given is of them, first {alone[0].event_id}"
+        )
 
 
 def _outside(event_id: str, spans: Iterable[JSON]) -> bool:
@@ -361,6 +367,26 @@ def _price_of(event: JSON, prices: Sequence[Price], currency: str) -> Price:
             if able:
                 return max(able, key=lambda price: price.newest)
     raise ValueError(f"no price in the document is for event {event['event_id']}")
+
+
+def _later_price_of(event: JSON, price: Price, prices: Sequence[Price], currency: str) -> Price:
+    """A price that was set after the request: one that is for it, where there was none at its time."""
+    own = price.tenant == event["tenant"] and price.model in (event["model"], "*")
+    if (
+        not (own or (price.tenant is None and price.model in (event["model"], event["base_model"], "*")))
+        or price.endpoint not in ("", event["endpoint"])
+        or price.currency != currency
+        or price.effective_us > event["ts_us"]
+    ):
+        raise ValueError(f"the price {price.id} is none for event {event['event_id']}")
+    try:
+        standing = _price_of(event, prices, currency)
+    except ValueError:
+        return price
+    media = [name for name, count in (("image", event["images"]), ("audio_second", event["audio_ms"])) if count]
+    if all(name in standing.components for name in media):
+        raise ValueError(f"event {event['event_id']} had the price {standing.id} at its time")
+    return price
 
 
 def _units(event: JSON, priced: JSON) -> dict[str, int]:
@@ -492,7 +518,7 @@ class Lines:
                 raise ValueError(f"event {event.event_id} is another tenant's")
             period_us = counted.get(event.event_id, period_us)
             if event.event_id in later:
-                price = self._by_id[later[event.event_id]]
+                price = _later_price_of(fields, self._by_id[later[event.event_id]], self._prices, currency)
             else:
                 key = fields["model"], fields["base_model"], fields["endpoint"]
                 able = found.setdefault(key, [one for one in self._prices if one.model in (*key[:2], "*")])
@@ -594,12 +620,16 @@ class Lines:
 
     def _adapters(self) -> Iterator[JSON]:
         """For how long an adapter stood is the seller's word; what that costs is not."""
+        stood: dict[tuple[str, int], int] = defaultdict(int)
         for line in self._said:
             if line["kind"] == "adapter":
                 price = self._by_id[line["price_id"]]
                 nano = price.components["adapter_month"]["tiers"][0]["price_nano"]
-                if not 0 < line["quantity"] <= line["period_end_us"] - line["period_start_us"]:
+                part_us = line["period_end_us"] - line["period_start_us"]
+                stood[line["adapter"], line["period_start_us"]] += line["quantity"]
+                if line["quantity"] <= 0 or stood[line["adapter"], line["period_start_us"]] > part_us:
                     raise ValueError(f"the adapter of line {line['id']} stood for longer than there is time")
+                _check_whole(line["total"], line, self._period)
                 yield {
                     **EMPTY_LINE,
                     "kind": "adapter",
@@ -614,12 +644,28 @@ class Lines:
 
     def _terms(self, listed: Sequence[JSON]) -> Iterator[JSON]:
         spans = self._document.get("spans", [])
+        self._check_own_span(spans, listed)
         by_id = {line["id"]: line for line in [*self._booked, *listed]}
         placed = [id for span in spans for id in span["new"]]
         if spans and sorted(placed) != sorted(line["id"] for line in listed):
             raise ValueError("a line is in no span, or in two")
         for span in spans:
             yield from _of_span(span, [by_id[id] for id in [*span["standing"], *span["new"]]], set(span["new"]))
+
+    def _check_own_span(self, spans: Sequence[JSON], listed: Sequence[JSON]) -> None:
+        """What is agreed for the invoice's own period is applied to its own lines."""
+        terms = self._document.get("terms", {})
+        own = [span for span in spans if not span["late_of"]]
+        if not spans and not terms.get("discounts") and not terms.get("commitment"):
+            return
+        if len(own) != 1 or any(own[0][name] != self._period[name] for name in ("start_us", "end_us")):
+            raise ValueError("its terms are not applied to its period")
+        if any(own[0]["terms"][name] != terms.get(name, []) for name in ("discounts", "commitment")):
+            raise ValueError("other terms are applied to its period than it names")
+        if {line["id"] for line in listed if not line["late_of"]} - set(own[0]["new"]):
+            raise ValueError("a line of its period is not under its terms")
+        for part in (part for span in spans for part in span["terms"]["commitment"]):
+            _check_whole(part["period_us"], {"period_start_us": part["start_us"], "period_end_us": part["end_us"]})
 
     def _carry(self, lines: Sequence[JSON]) -> Iterator[JSON]:
         net = sum((Fraction(line["exact"]) for line in lines), Fraction(0))
@@ -649,6 +695,15 @@ class Lines:
                 line |= {"id": f"{self._document['id']}-{len(closed) + 1}", "amount_minor": round(exact / unit)}
                 closed.append(line)
         return closed
+
+
+def _check_whole(whole_us: int, part: JSON, within: JSON | None = None) -> None:
+    """A price for a billing period is for a part of it by the part's length: the whole is a month, and has the part."""
+    start_us, end_us = part["period_start_us"], part["period_end_us"]
+    if whole_us < max(SHORTEST_US, end_us - start_us):
+        raise ValueError("a part of a billing period is taken of less than a month")
+    if within is not None and not within["start_us"] <= start_us < end_us <= within["end_us"]:
+        raise ValueError("a part of a billing period is not of the invoice's")
 
 
 def _bare(span: JSON, kind: str, exact: Fraction) -> JSON:
@@ -750,6 +805,8 @@ def _check_lines(report: Report, document: JSON, events: Sequence[Event]) -> Non
         report.proven.append(f"its {len(said)} lines and its total are what the events cost by the prices in it")
     if any(line["kind"] == "adapter" for line in said):
         report.not_proven.append("for how long adapters stood: that is the seller's word")
+    if document["late"]:
+        report.not_proven.append("that what is late is on no earlier invoice: compare it with those it is late for")
     if document["booked"]:
         report.not_proven.append("what earlier invoices have booked: compare it with them")
     report.not_proven.append("that these prices and terms are those agreed upon: compare them with the agreement")

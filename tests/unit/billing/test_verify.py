@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from billing.periods import period_at
 from billing.signer import Signer
 from billing.terms import Tax, TaxMode, TaxRate
 from billing.tiers import PriceModel
-from billing.verify import Event, read_events, read_lines, verify
+from billing.verify import Event, Lines, canonical, read_events, read_lines, verify
 from metering.events import UsageEvent
 from metering.receipts import encode_receipt, leaf_bytes, receipt_of
 
@@ -301,6 +303,71 @@ def test_adapters_and_what_is_put_off_hold(house: Any, tmp_path: Path) -> None:
         case = Case(house, final(house, (period.start_us, period.end_us)))
         assert case.findings(tmp_path) == []
         assert "carry" in {line["kind"] for line in case.invoice["document"]["lines"]}
+
+
+def cheated(case: Case, folder: Path, lines: list[Any], **document: Any) -> list[str]:
+    """What is found of an invoice that its own seller forged and signed: no key tells."""
+    exact = sum((Fraction(line["exact"]) for line in lines), Fraction(0))
+    totals = {"total_minor": sum(line["amount_minor"] for line in lines), "exact_total": str(exact)}
+    case.invoice["document"] |= {"lines": lines, **totals, **document}
+    digest = hashlib.sha256(canonical(case.invoice["document"])).hexdigest()
+    case.invoice |= {"content_hash": digest, "signed": None}
+    return [one.message for one in verify(case.invoice, case.read(folder), case.receipts, None).findings]
+
+
+def test_events_that_no_client_was_told_of_are_named(house: Any, tmp_path: Path) -> None:
+    case = Case(house, next(history(house, 0)))
+    strange = case.receipts.pop(3)["event_id"]
+    report = verify(case.invoice, case.read(tmp_path), case.receipts, case.keys)
+    assert report.findings == []
+    assert [one for one in report.not_proven if f"first {strange}" in one]
+
+
+def test_terms_that_the_seller_names_and_does_not_apply_are_found(house: Any, tmp_path: Path) -> None:
+    house.billing.give_discount("acme", name="Half", percent="50", from_us=0)
+    house.use(prompt=10_000_000)
+    period = period_at(house.clock.now_us)
+    case = Case(house, final(house, (period.start_us, period.end_us)))
+    assert case.findings(tmp_path) == []
+    document = case.invoice["document"]
+    terms = document.pop("terms")
+    del document["spans"]
+    forged = Lines(document, case.read(tmp_path)).expected()
+    (message,) = cheated(case, tmp_path, forged, terms=terms)
+    assert "its terms are not applied" in message
+
+
+def test_a_price_that_is_said_to_be_of_later_and_is_not_the_requests_is_found(house: Any, tmp_path: Path) -> None:
+    house.set_price("cheap", prompt="1")
+    house.set_price("dear", prompt="5")
+    first = house.use(prompt=10**6, completion=0, model="cheap", base_model="cheap")
+    house.use(prompt=10**6, completion=0, model="dear", base_model="dear")
+    period = period_at(house.clock.now_us)
+    case = Case(house, final(house, (period.start_us, period.end_us)))
+    assert case.findings(tmp_path) == []
+    cheap, dear = case.invoice["document"]["lines"]
+    forged = cheap | {name: dear[name] for name in ("price_id", "unit_price_nano", "exact", "amount_minor")}
+    (message,) = cheated(case, tmp_path, [forged, dear], priced_later={first.event_id: dear["price_id"]})
+    assert f"none for event {first.event_id}" in message
+    forged = cheap | {"price_id": cheap["price_id"]}
+    (message,) = cheated(case, tmp_path, [forged, dear], priced_later={first.event_id: cheap["price_id"]})
+    assert "at its time" in message
+
+
+def test_an_adapter_that_is_charged_by_a_shorter_month_is_found(house: Any, tmp_path: Path) -> None:
+    classes = {name: ClassOffer(price="7") for name in ("prompt", "cached", "completion", "adapter_month")}
+    house.billing.set_price(model="*", effective_at_us=0, currency="usd", per_million={}, classes=classes)
+    house.billing.add_adapter("acme", name="pirate", path="/x", id="a1", digest="d", base_model="base")
+    period = period_at(house.clock.now_us)
+    case = Case(house, final(house, (period.start_us, period.end_us)))
+    (line,) = case.invoice["document"]["lines"]
+    exact = 2 * Fraction(line["exact"])
+    forged = line | {"total": line["total"] // 2, "exact": str(exact), "amount_minor": round(exact / 10**13)}
+    (message,) = cheated(case, tmp_path, [forged])
+    assert "less than a month" in message
+    often = [line | {"id": f"{line['id'][:-1]}{number}"} for number in range(1, 5)]
+    (message,) = cheated(case, tmp_path, often)
+    assert "longer than there is time" in message
 
 
 @pytest.mark.parametrize("text", ['{"a":1.5}', '{"a":1,"a":1}', "[1]", "{", '{"a":NaN}', "[" * 100_000])
