@@ -70,8 +70,8 @@ class Group(Noun):
             return super().invoke(context)
         except (CallFailed, SettingsError) as error:
             raise click.ClickException(str(error)) from None
-        except (click.exceptions.Exit, click.ClickException, click.Abort):
-            raise
+        except (click.exceptions.Exit, click.ClickException, click.Abort, BrokenPipeError):
+            raise  # click ends in silence when the reader of a pipe is gone
         except Exception as error:
             if os.environ.get("METERHOUSE_LOG_LEVEL") == "debug":
                 raise

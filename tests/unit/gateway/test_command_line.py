@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from gateway import client
 from gateway.cli import SECTIONS, main
 from gateway.client import CallFailed, connect
+from gateway.commands import base
 from gateway.printing import CELL_MAX, Printer
 from gateway.settings import load
 from metering.lock import FileLock, held
@@ -39,6 +41,15 @@ def test_who_names_a_command_that_is_not_there_is_told_which_are(typed: list[str
     done = CliRunner().invoke(main, typed)
     assert done.exit_code == click.UsageError.exit_code
     assert told in done.output
+
+
+def test_a_reader_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(base, "connect", gone)
+    done = CliRunner().invoke(main, ["tenant", "list"])
+    assert (done.exit_code, done.output) == (1, "")
 
 
 def test_a_table_in_a_pipe_has_every_column_whole_and_no_space_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
