@@ -49,6 +49,7 @@ class AlertKind(StrEnum):
     TOP_UP = "balance.top_up_requested"
     DUNNING = "dunning.step"
     REACTIVATED = "tenant.reactivated"
+    NOT_COMPARED = "reconcile.incomplete"
 
 
 class AlertState(StrEnum):

@@ -5,9 +5,11 @@ Pure: rows in, a report out. Does not know: where any of the rows are kept.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 import msgspec
 
@@ -22,7 +24,10 @@ from metering.counts import CountRow, Drift, hour_of
 from metering.events import UsageEvent, content_hash
 
 SUMS_AND_EVENTS = "hourly sums and events"
+LINES_AND_LEDGER = "invoice lines and ledger"
+INVOICE_AND_PROVIDER = "invoice and payment provider"
 IDS_SHOWN = 20  # event ids named per difference
+T = TypeVar("T")
 Cell = tuple[str, str, int]  # tenant, model, first microsecond of the hour in which the requests began
 
 
@@ -69,6 +74,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     event_ids: list[str] = []
 
 
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """A comparison that could not be made, and why: nothing is known to part there, or to agree."""
+
+    between: str
+    reason: str
+    passing: bool = False  # it may be possible a little later
+
+
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger's events whose hashes were checked, and the first at which the chain does not hold."""
 
@@ -79,17 +92,19 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`ok` when there is no difference."""
+    """`ok` when all was compared and there is no difference."""
 
     start_us: int
     end_us: int
     chain: Chain
     rows: list[Row]
     differences: list[Difference]
+    missing: list[Missing] = []
+    reaching: dict[str, tuple[int, int]] = {}  # invoice whose lines reach out of the range, so not compared → from, to
 
     @property
     def ok(self) -> bool:
-        return not self.differences
+        return not self.differences and not self.missing
 
 
 class Charged(msgspec.Struct, frozen=True):
@@ -118,6 +133,7 @@ class Sources(msgspec.Struct, kw_only=True):
     credited: Mapping[str, int] = {}  # by invoice: what its standing credit notes sum to, in minor units
     drifts: Sequence[Drift] = ()  # hours whose sums are not those of their events
     provider: Mapping[str, ProviderInvoice | None] = {}  # invoices to compare → what it has, None: it has none
+    missing: Sequence[Missing] = ()  # what could not be read
 
 
 def compare(sources: Sources) -> Report:
@@ -150,8 +166,71 @@ def compare(sources: Sources) -> Report:
         *_invoice_differences(sources),
     ]
     return Report(
-        start_us=sources.start_us, end_us=sources.end_us, chain=sources.chain, rows=rows, differences=differences
+        start_us=sources.start_us,
+        end_us=sources.end_us,
+        chain=sources.chain,
+        rows=rows,
+        differences=differences,
+        missing=list(sources.missing),
+        reaching=_reaching(sources),
     )
+
+
+def join(start_us: int, end_us: int, parts: Sequence[Report], missing: Iterable[Missing]) -> Report:
+    """One report of slices of [start_us, end_us), and of what no slice could compare. A slice's rows are its own; what
+    more than one of them found is told once.
+
+    An invoice whose lines lie whole in the range and in no slice was compared with its document, its signature and the
+    provider, but not line by line: that is told too.
+    """
+    broken = min((part.chain for part in parts if part.chain.broken_at is not None), key=_where, default=None)
+    chain = Chain(
+        from_seq=min((part.chain.from_seq for part in parts), default=0),
+        to_seq=max((part.chain.to_seq for part in parts), default=0),
+        broken_at=None if broken is None else broken.broken_at,
+        reason="" if broken is None else broken.reason,
+    )
+    reaching = {id: span for part in parts for id, span in part.reaching.items()}
+    torn = [id for id, span in reaching.items() if start_us <= span[0] and span[1] <= end_us]
+    found = [*missing, *(one for part in parts for one in part.missing)]
+    if torn:
+        reason = f"{len(torn)} invoices have more requests than are compared at once, the first {min(torn)}"
+        found.append(Missing(between=LINES_AND_LEDGER, reason=reason))
+    return Report(
+        start_us=start_us,
+        end_us=end_us,
+        chain=chain,
+        rows=[row for part in parts for row in part.rows],
+        differences=_once(one for part in parts for one in part.differences),
+        missing=_once(found),
+        reaching={id: span for id, span in reaching.items() if id not in torn},
+    )
+
+
+def _where(chain: Chain) -> int:
+    return chain.broken_at or 0
+
+
+def _once(found: Iterable[T]) -> list[T]:
+    kept: list[T] = []
+    for one in found:
+        if one not in kept:
+            kept.append(one)
+    return kept
+
+
+def _reaching(sources: Sources) -> dict[str, tuple[int, int]]:
+    """Invoices that touch the range, have lines and reach out of it: from when to when they are."""
+    found = {}
+    for invoice in itertools.chain.from_iterable(sources.invoices.values()):
+        if invoice.status is InvoiceStatus.VOID:
+            continue
+        start_us = min([invoice.period_start_us, *(line.period_start_us for line in invoice.lines)])
+        end_us = max([invoice.period_end_us, *(line.period_end_us for line in invoice.lines)])
+        touches = start_us < sources.end_us and sources.start_us < end_us
+        if touches and not (sources.start_us <= start_us and end_us <= sources.end_us):
+            found[invoice.id] = (start_us, end_us)
+    return found
 
 
 def _stored(events: Iterable[UsageEvent], standing: Mapping[str, str]) -> tuple[dict[str, UsageEvent], set[str]]:
@@ -389,7 +468,7 @@ def _section_difference(
     theirs = _words(right, sum((int(one.amount_femto) for one in rated), Fraction(true_up)))
     if ours != theirs:
         yield Difference(
-            between="invoice lines and ledger",
+            between=LINES_AND_LEDGER,
             tenant=invoice.tenant,
             invoice_id=invoice.id,
             left=ours,
@@ -435,5 +514,5 @@ def _provider_difference(sources: Sources, invoice: Invoice) -> Iterable[Differe
 
 def _apart(invoice: Invoice, left: str, right: str) -> Difference:
     return Difference(
-        between="invoice and payment provider", tenant=invoice.tenant, invoice_id=invoice.id, left=left, right=right
+        between=INVOICE_AND_PROVIDER, tenant=invoice.tenant, invoice_id=invoice.id, left=left, right=right
     )

@@ -89,6 +89,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("meterhouse_holds_open", "gauge", "Holds on balances; 0 when nothing runs."),
     MetricSpec("meterhouse_alarms_total", "counter", "What should never happen, by kind.", ("kind",)),
     MetricSpec("meterhouse_reconcile_differences", "gauge", "Places where the books part, by the last comparison."),
+    MetricSpec("meterhouse_reconcile_missing", "gauge", "Comparisons that could not be made, by the last attempt."),
+    MetricSpec("meterhouse_reconcile_until_timestamp_seconds", "gauge", "Every hour before was compared, 0: unknown."),
     MetricSpec("meterhouse_rollup_drift_hours", "gauge", "Hours whose sums are not their events', by the same."),
     MetricSpec("meterhouse_reconcile_timestamp_seconds", "gauge", "When the books were last compared, 0: not yet."),
     MetricSpec("meterhouse_alerts", "gauge", "Alerts in the outbox, by state.", ("state",)),

@@ -7,7 +7,6 @@ the ledger's database (`billing.duties`, an alert's cause).
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,18 +18,17 @@ from billing.errors import ExportError
 from billing.invoice import Invoice
 from billing.meters import MeterExport, Progress
 from billing.modes import ExportMode
-from billing.reconcile import SUMS_AND_EVENTS, Report
 from billing.stripe import StripeExporter
 from billing.webhooks import StripeWebhooks
 from gateway.admin import AdminState
-from gateway.admin.reconcile import compare_books
 from gateway.admin.times import format_time
 from gateway.alerting import Delivery, signer
+from gateway.comparison import Comparison
 from gateway.rounds import Round
 from gateway.settings import Settings, SettingsError
 from gateway.stores import Stores
 from gateway.telemetry import Telemetry
-from metering.counts import HOUR_US, hour_of
+from metering.counts import HOUR_US
 
 FEED_S = 2.0
 DELIVERY_S = 2.0
@@ -38,10 +36,8 @@ LAG_S = 15.0
 METERS_S = 10.0
 INVOICES_S = 60.0
 FIRST_COMPARISON_S = 60.0
-COMPARED_US = 26 * HOUR_US  # each comparison is of the last day and a little
 DAY_US = 24 * HOUR_US
 PRUNE_US = HOUR_US
-IDS_TOLD = 20
 
 
 def money_parts(settings: Settings, stores: Stores, clock_us: Callable[[], int]) -> dict[str, Any]:
@@ -115,9 +111,8 @@ class Watch:
         self._clock_us = clock_us
         self._ending = threading.Event()
         self._pruned_us = 0
-        admin.compared = self.compared
+        self.comparison = Comparison(settings, stores, admin, telemetry, clock_us, self._ending.is_set)
         telemetry.sample_with(self._sample)
-        telemetry["meterhouse_reconcile_timestamp_seconds"].set(0)
         self.rounds = [
             Round("alert-feed", self._follow, FEED_S),
             Round("spool-lag", self._look_at_spool, LAG_S),
@@ -127,7 +122,7 @@ class Watch:
             self.rounds.append(Round("alert-delivery", self._delivery(settings.alert_url).run, DELIVERY_S))
         if settings.reconcile_every_s > 0:
             first_s = min(FIRST_COMPARISON_S, settings.reconcile_every_s)
-            self.rounds.append(Round("reconcile", self._compare, settings.reconcile_every_s, first_s=first_s))
+            self.rounds.append(Round("reconcile", self.comparison.run, settings.reconcile_every_s, first_s=first_s))
         self._automation = Automation(settings.invoice_automation)
         if self._automation is not Automation.OFF:
             self.rounds.append(Round("invoices", self._invoice, INVOICES_S))
@@ -143,15 +138,6 @@ class Watch:
             each.end()
         for each in self.rounds:
             each.stop()
-
-    def compared(self, report: Report) -> None:
-        """All books were compared, by the clock or because somebody asked."""
-        self._telemetry["meterhouse_reconcile_differences"].set(len(report.differences))
-        drifts = sum(one.between == SUMS_AND_EVENTS for one in report.differences)
-        self._telemetry["meterhouse_rollup_drift_hours"].set(drifts)
-        self._telemetry["meterhouse_reconcile_timestamp_seconds"].set(self._clock_us() // 1_000_000)
-        if not report.ok:
-            self._tell_difference(report)
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -190,34 +176,6 @@ class Watch:
             }
             cause = f"lag:{self._stores.folder}:{drain.consumer}:{now_us // HOUR_US}"
             self._alerts.tell(AlertKind.SPOOL_LAG, cause, data, now_us)
-
-    def _compare(self) -> None:
-        """The hours that are over and of which every gateway has stored everything: nothing of them is on its way."""
-        stored_us = [row.watermark_us for row in self._admin.gateways.all()]
-        end_us = hour_of(min([self._clock_us(), *stored_us]))
-        if end_us > 0:
-            compare_books(self._admin, max(0, end_us - COMPARED_US), end_us)
-
-    def _tell_difference(self, report: Report) -> None:
-        """The same difference is one alert a day, however often it is found."""
-        told = [
-            {
-                "between": one.between,
-                "tenant": one.tenant,
-                "model": one.model,
-                "hour": None if one.hour_us is None else format_time(one.hour_us),
-                "invoice": one.invoice_id,
-                "left": one.left,
-                "right": one.right,
-                "event_ids": one.event_ids,
-            }
-            for one in report.differences[:IDS_TOLD]
-        ]
-        now_us = self._clock_us()
-        parts = hashlib.sha256(repr(report.differences).encode()).hexdigest()
-        cause = f"reconcile:{self._stores.folder}:{now_us // DAY_US}:{parts}"
-        data = {"gateway": self._settings.gateway_id, "count": len(report.differences), "differences": told}
-        self._alerts.tell(AlertKind.RECONCILE, cause, data, now_us)
 
     def _meter(self) -> None:
         """Deliver to Stripe's meters. That it cannot go on is an alert, as is what is put aside (`billing.meters`)."""

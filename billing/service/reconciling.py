@@ -9,11 +9,11 @@ from typing import Protocol
 
 from billing.checks import Faults
 from billing.document import content_hash_of, document
-from billing.errors import Invalid, LedgerCorrupt
+from billing.errors import ExportError, Invalid, LedgerCorrupt
 from billing.invoice import AT_PROVIDER, Invoice, InvoiceStatus, UsageSource
 from billing.notes import NoteStatus
 from billing.provider import ProviderInvoice
-from billing.reconcile import Chain, Charged, Report, Sources, compare
+from billing.reconcile import INVOICE_AND_PROVIDER, Chain, Charged, Missing, Report, Sources, compare
 from billing.service.admins import AdminService
 from billing.service.cutting import CLOCK_SLACK_US
 from billing.service.margins import MarginService
@@ -21,6 +21,7 @@ from billing.service.payments import PaymentService
 from metering.counts import HOUR_US, CountRow, Drift, hour_of
 from metering.events import UsageEvent
 
+MAX_ASKED = 3000  # invoices of other periods that the provider is asked for in one comparison: two calls each
 ProviderHolds = Callable[[Sequence[Invoice]], Mapping[str, ProviderInvoice]]
 """What the payment provider has now, by our invoice id; nothing for what it does not have."""
 
@@ -48,14 +49,16 @@ class ReconcileService(PaymentService, MarginService, AdminService):
         open_from_us: int | None = None,
         drifts: Sequence[Drift] = (),
         stripe: ProviderHolds | None = None,
+        stripe_from_us: int | None = None,
     ) -> Report:
         """Compare everything about requests that began in [start_us, end_us), widened to whole hours.
 
         `spool_events` are settled and perhaps not in `usage` yet; `journal_totals` are the sums of the journal of
         `gateway` for the same hours; `open_from_us` is when the oldest request under way began, as the journal already
         has what no event has yet; `drifts` are the usage store's hourly sums that are not those of their events;
-        `stripe` tells what the provider holds. The hash chain is checked over all rows of the ledger that can be about
-        the range, up to the last that was folded in.
+        `stripe` tells what the provider holds of invoices whose period touches the range, or ends behind
+        `stripe_from_us`; that it cannot be asked keeps nothing else from being compared. The hash chain is checked over
+        all rows of the ledger that can be about the range, up to the last that was folded in.
         """
         start_us, end_us = _whole_hours(start_us, end_us)
         spooled = [event for event in spool_events if start_us <= event.ts_us < end_us]
@@ -65,6 +68,7 @@ class ReconcileService(PaymentService, MarginService, AdminService):
             unrated = [one for one in self._books.ledger.unrated.values() if start_us <= one.ts_us < end_us]
             invoices = {tenant: self._books.invoices.of(tenant) for tenant in tenants}
             notes = [note for note in self._books.notes.by_id.values() if note.status is not NoteStatus.VOID]
+        provider, missing = _held_there(stripe, *_at_provider(invoices, start_us, end_us, stripe_from_us))
         credited: dict[str, int] = defaultdict(int)
         for note in notes:
             credited[note.invoice_id] += note.amount_minor
@@ -85,7 +89,8 @@ class ReconcileService(PaymentService, MarginService, AdminService):
                 documents=self._documents(invoices, start_us, end_us),
                 unsound=self._unsound(invoices, start_us, end_us),
                 credited=credited,
-                provider=_held_there(stripe, invoices, start_us, end_us),
+                provider=provider,
+                missing=missing,
             )
         )
 
@@ -155,22 +160,39 @@ def _whole_hours(start_us: int, end_us: int) -> tuple[int, int]:
     return hour_of(start_us), hour_of(end_us + HOUR_US - 1)
 
 
-def _held_there(
-    told: ProviderHolds | None, invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int
-) -> dict[str, ProviderInvoice | None]:
-    """What the provider has for each exported invoice whose period touches the range; nothing if it is not asked.
+def _at_provider(
+    invoices: Mapping[str, Sequence[Invoice]], start_us: int, end_us: int, from_us: int | None
+) -> tuple[list[Invoice], int]:
+    """Exported invoices whose period touches the range, and up to `MAX_ASKED` more that end behind `from_us`, unpaid
+    and later ones first; how many of those are left out.
 
-    One that was exported and is void here is asked for too: it must be void there.
+    One that was exported and is void here is among them: it must be void there.
     """
-    if told is None:
-        return {}
-    touched = [
+    exported = [
         invoice
         for of_tenant in invoices.values()
         for invoice in of_tenant
-        if (invoice.status in AT_PROVIDER or (invoice.status is InvoiceStatus.VOID and invoice.stripe_invoice_id))
-        and invoice.period_start_us < end_us
-        and start_us < invoice.period_end_us
+        if invoice.status in AT_PROVIDER or (invoice.status is InvoiceStatus.VOID and invoice.stripe_invoice_id)
     ]
-    held = told(touched)
-    return {invoice.id: held.get(invoice.id) for invoice in touched}
+    touched = [one for one in exported if one.period_start_us < end_us and start_us < one.period_end_us]
+    if from_us is None:
+        return touched, 0
+    ids = {invoice.id for invoice in touched}
+    more = [one for one in exported if one.period_end_us > from_us and one.id not in ids]
+    more.sort(key=lambda one: (one.status is not InvoiceStatus.EXPORTED, -one.period_end_us, one.id))
+    return touched + more[:MAX_ASKED], max(0, len(more) - MAX_ASKED)
+
+
+def _held_there(
+    told: ProviderHolds | None, invoices: Sequence[Invoice], left_out: int
+) -> tuple[dict[str, ProviderInvoice | None], list[Missing]]:
+    """What the provider has for each; nothing if it is not asked, and that this is missing where it cannot be."""
+    if told is None:
+        return {}, []
+    try:
+        held = told(invoices)
+    except ExportError as error:
+        return {}, [Missing(between=INVOICE_AND_PROVIDER, reason=str(error), passing=True)]
+    reason = f"{left_out} invoices of other periods were not asked for: at most {MAX_ASKED} are"
+    missing = [Missing(between=INVOICE_AND_PROVIDER, reason=reason)] if left_out else []
+    return {invoice.id: held.get(invoice.id) for invoice in invoices}, missing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import msgspec
@@ -11,18 +10,16 @@ from litestar.params import QueryParameter
 from msgspec import Meta
 
 from billing.money import format_amount
-from billing.reconcile import Difference, Report, Row, Tokens
+from billing.reconcile import Difference, Missing, Report, Row, Tokens
 from gateway.admin.body import refuse
+from gateway.admin.comparing import MAX_EVENTS, compare_books
 from gateway.admin.ranges import DAY_US, parse_range
 from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time
-from gateway.admin.watermark import CONSUMER, FLUSH_S
-from metering.counts import HOUR_US, hour_of
+from metering.counts import hour_of
 
 MAX_DAYS = 35
-MAX_EVENTS = 500_000  # all of the range are held side by side, about 2 KB each
-ATTEMPTS = 4  # a request that ends between two of the reads looks like a difference, once
-PAUSE_S = 0.25
+MAX_SLICES = 24  # one answer is of so many requests at most, `MAX_EVENTS` each
 
 
 class TokensView(msgspec.Struct, kw_only=True):
@@ -60,6 +57,13 @@ class DifferenceView(msgspec.Struct, kw_only=True):
     event_ids: list[str]
 
 
+class MissingView(msgspec.Struct, kw_only=True):
+    """A comparison that could not be made; whether the two agree is not known."""
+
+    between: str
+    reason: str
+
+
 class ChainView(msgspec.Struct, kw_only=True):
     """The ledger's hash chain: which of its events were checked, and the first at which it does not hold."""
 
@@ -70,13 +74,14 @@ class ChainView(msgspec.Struct, kw_only=True):
 
 
 class ReportView(msgspec.Struct, kw_only=True):
-    """`ok` when there is no difference. The range is widened to whole hours."""
+    """`ok` when all was compared and there is no difference. The range is widened to whole hours."""
 
     start: str
     end: str
     ok: bool
     chain: ChainView
     differences: list[DifferenceView]
+    missing: list[MissingView]
     rows: list[RowView]
 
 
@@ -92,6 +97,7 @@ def show_report(report: Report) -> ReportView:
             broken_at_event=report.chain.broken_at,
         ),
         differences=[_show_difference(difference) for difference in report.differences],
+        missing=[_show_missing(missing) for missing in report.missing],
         rows=[_show_row(row) for row in report.rows],
     )
 
@@ -131,53 +137,12 @@ def _show_difference(difference: Difference) -> DifferenceView:
     )
 
 
+def _show_missing(missing: Missing) -> MissingView:
+    return MissingView(between=missing.between, reason=missing.reason)
+
+
 def _day_before(end_us: int) -> int:
     return max(0, end_us - DAY_US)
-
-
-def compare_books(admin: AdminState, start_us: int, end_us: int) -> Report:
-    """All books over a range, compared until they agree or have parted `ATTEMPTS` times; one comparison at a time.
-
-    Blocking, for seconds: call it on a thread. Raises `BadRequest` for a range with too much in it.
-    """
-    with admin.comparing:
-        report = _compare(admin, start_us, end_us)
-        for _ in range(ATTEMPTS - 1):
-            if report.ok:
-                break
-            time.sleep(PAUSE_S)
-            report = _compare(admin, start_us, end_us)
-    admin.compared(report)
-    return report
-
-
-def _compare(admin: AdminState, start_us: int, end_us: int) -> Report:
-    """Read the books in the order in which tokens pass through them, and compare. Raises `BadRequest`."""
-    start_us, end_us = hour_of(start_us), hour_of(end_us + HOUR_US - 1)
-    admin.flush(FLUSH_S)
-    _check_size(sum(row.requests for row in admin.usage.counts(start_us, end_us)))
-    before = admin.journal.oldest_open_us()
-    totals = admin.journal.totals(start_us, end_us)
-    after = admin.journal.oldest_open_us()
-    spooled = admin.spool.pending_between(CONSUMER, start_us, end_us, MAX_EVENTS + 1)
-    _check_size(len(spooled))
-    return admin.billing.reconcile(
-        start_us,
-        end_us,
-        usage=admin.usage,
-        spool_events=spooled,
-        journal_totals=totals,
-        gateway=next((row.id for row in admin.gateways.all() if row.folder == admin.folder), ""),
-        open_from_us=min((time for time in (before, after) if time is not None), default=None),
-        drifts=admin.usage.rollups.check(start_us, end_us),
-        stripe=admin.exporter.held if admin.exporter.configured else None,
-    )
-
-
-def _check_size(events: int) -> None:
-    if events > MAX_EVENTS:
-        reason = f"there are {events} requests in this range or more, and at most {MAX_EVENTS} are compared at once"
-        refuse([("start", f"{reason}: ask for less time")])
 
 
 @get("/reconcile")
@@ -186,11 +151,23 @@ async def get_reconcile(
     start: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds; default: a day ago.")] = None,
     end: Annotated[str | None, QueryParameter(description="RFC 3339 or epoch seconds, excluded; default: now.")] = None,
 ) -> ReportView:
-    """Compare all books over a range of time."""
+    """Compare all books over a range of time, in slices where it has many requests.
+
+    What could not be compared (Stripe is away, an hour has too many requests) is `missing`, and keeps nothing else from
+    being compared.
+    """
     start_us, end_us = parse_range(
         start, end, default_start=_day_before, default_end_us=admin.clock_us(), max_days=MAX_DAYS
     )
-    return show_report(await admin.read(compare_books, admin, start_us, end_us))
+    return show_report(await admin.read(_compared, admin, start_us, end_us))
+
+
+def _compared(admin: AdminState, start_us: int, end_us: int) -> Report:
+    requests = sum(row.requests for row in admin.usage.counts(hour_of(start_us), end_us))
+    if requests > MAX_SLICES * MAX_EVENTS:
+        reason = f"there are {requests} requests in this range, and one answer is of {MAX_SLICES * MAX_EVENTS} at most"
+        refuse([("start", f"{reason}: ask for less time")])
+    return compare_books(admin, start_us, end_us)
 
 
 router = Router("/", route_handlers=[get_reconcile], tags=["reconcile"])

@@ -11,7 +11,7 @@ import pytest
 import stripe
 
 from billing.stripe import StripeExporter
-from gateway.admin import reconcile, usage
+from gateway.admin import comparing, reconcile, usage
 from gateway.admin.times import format_time
 from tests.doubles.stripe import StripeDouble
 from tests.unit.admin.conftest import PRICE, START_US, World
@@ -508,23 +508,61 @@ async def test_reconcile_does_not_take_a_running_request_for_a_difference(world:
     assert report["rows"][0]["journal"] is None
 
 
-async def test_reconcile_refuses_more_requests_than_it_can_hold(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "MAX_EVENTS", 2)
+async def test_reconcile_compares_in_slices_what_is_too_much_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "MAX_EVENTS", 2)
     await world.tenant()
     for _ in range(2):
         world.request("acme")
-    assert (await world.get("/reconcile"))["ok"] is True
-    world.request("acme")
+    world.later(3600)
+    for _ in range(2):
+        world.request("acme")
+    report = await world.get("/reconcile")
+    assert (report["ok"], [row["stored"]["requests"] for row in report["rows"]]) == (True, [2, 2])
     for cut_off in (False, True):  # in the usage store, and settled but in the spool alone
         if cut_off:
             await asyncio.to_thread(world.stores.shipper.stop)
             monkeypatch.setattr(world.state, "flush", lambda timeout: False)
-            world.later(2 * 3600)
-            for _ in range(3):
-                world.request("acme")
-        refused = await world.client.get("/reconcile", params={"start": format_time(world.clock.us - 1_000_000)})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "start")
-        assert "ask for less time" in refused.json()["error"]["message"]
+            world.later(3600)
+            world.request("acme")
+            world.request("acme")
+        world.request("acme")  # one too many in an hour
+        report = await world.get("/reconcile")
+        assert (report["ok"], report["differences"], len(report["rows"])) == (False, [], 1)
+        assert {one["between"] for one in report["missing"]} == {"all books"}
+        assert len(report["missing"]) == 1 + cut_off
+        assert "compared at once" in report["missing"][0]["reason"]
+
+
+async def test_reconcile_says_which_invoices_no_slice_could_compare(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "MAX_EVENTS", 2)
+    await world.tenant()
+    start = world.clock.us // 3_600_000_000 * 3600
+    for _ in range(2):
+        world.request("acme")
+        world.request("acme")
+        world.later(3600)
+    body = {"tenant": "acme", "period_start": start, "period_end": start + 7200}
+    await world.post("/invoices", body)
+    (missing,) = (await world.get("/reconcile"))["missing"]
+    assert missing["between"] == "invoice lines and ledger"
+
+
+async def test_reconcile_refuses_more_requests_than_one_answer_is_of(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "MAX_EVENTS", 1)
+    monkeypatch.setattr(reconcile, "MAX_SLICES", 1)
+    await world.tenant()
+    for _ in range(2):
+        world.request("acme")
+    await asyncio.to_thread(world.state.flush, 5.0)
+    refused = await world.client.get("/reconcile")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "start")
+    assert "ask for less time" in refused.json()["error"]["message"]
 
 
 async def test_reconcile_refuses_a_range_too_long_to_hold(world: World) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.admin import reconcile
+from gateway.admin import comparing
 from gateway.telemetry import Telemetry
 from gateway.watch import Watch
 from metering.queries import Query
@@ -14,7 +14,7 @@ HOUR = "2026-11-18T11:00:00Z"  # that the world's clock stands in
 
 
 async def test_sums_are_checked_and_made_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "PAUSE_S", 0.0)
+    monkeypatch.setattr(comparing, "PAUSE_S", 0.0)
     await world.tenant()
     world.request("acme")
     await asyncio.to_thread(world.state.flush, 5.0)
@@ -35,12 +35,12 @@ async def test_sums_are_checked_and_made_anew(world: World, monkeypatch: pytest.
     assert "meterhouse_rollup_drift_hours 1.0" in telemetry.exposition().decode()
     world.later(3600)
     world.stores.publish(world.clock.us)
-    await asyncio.to_thread(watch._compare)
+    await asyncio.to_thread(watch.comparison.run)
     assert "meterhouse_rollup_drift_hours 1.0" in telemetry.exposition().decode(), "by the clock too"
     body = {"start": "2026-11-18T11:30:00Z", "end": "2026-11-18T11:30:01Z"}
     assert await world.call("PUT", "/rollups", body) == {"hours": 1}
     assert (await world.get("/rollups/drift"))["data"] == []
-    await asyncio.to_thread(watch._compare)
+    await asyncio.to_thread(watch.comparison.run)
     assert "meterhouse_rollup_drift_hours 0.0" in telemetry.exposition().decode()
     (row,) = await asyncio.to_thread(
         world.state.usage._query, Query("SELECT sum(requests) FROM usage_hourly FINAL", {})

@@ -18,13 +18,13 @@ from billing.alerts import AlertKind
 from billing.errors import ExportError
 from billing.stripe_calls import StripeUnavailable
 from billing.webhooks import StripeWebhooks
-from gateway.admin import reconcile
+from gateway.admin import comparing
 from gateway.errors import handle
 from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
 from gateway.watch import Watch, export_failed, money_parts
 from gateway.webhooks import MAX_BYTES, StripeDoor, stripe_webhook
-from metering.counts import HOUR_US
+from metering.counts import HOUR_US, hour_of
 from tests.doubles.stripe import Fault, StripeDouble
 from tests.doubles.stripe.webhooks import signature
 from tests.unit.admin.conftest import World
@@ -140,17 +140,17 @@ async def alerts(world: World) -> list[dict[str, Any]]:
 async def test_the_books_compare_themselves_and_a_difference_is_one_alert(
     world: World, stripe_double: StripeDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "PAUSE_S", 0.0)
+    monkeypatch.setattr(comparing, "PAUSE_S", 0.0)
     watch, telemetry = watching(world)
     invoice = await exported(world)
     world.later(3600)
     world.stores.publish(world.clock.us)
-    await asyncio.to_thread(watch._compare)
+    await asyncio.to_thread(watch.comparison.run)
     assert "meterhouse_reconcile_differences 0.0" in telemetry.exposition().decode()
     assert await alerts(world) == []
     at_stripe(stripe_double).void_invoice(invoice["stripe_invoice_id"])
     for _ in range(2):
-        await asyncio.to_thread(watch._compare)
+        await asyncio.to_thread(watch.comparison.run)
     shown = telemetry.exposition().decode()
     assert "meterhouse_reconcile_differences 1.0" in shown
     (stamp,) = [line for line in shown.splitlines() if line.startswith("meterhouse_reconcile_timestamp_seconds ")]
@@ -161,12 +161,84 @@ async def test_the_books_compare_themselves_and_a_difference_is_one_alert(
     assert (told["invoice"], told["tenant"]) == (invoice["id"], "acme")
     world.later(86_400)
     world.stores.publish(world.clock.us)
-    await asyncio.to_thread(watch._compare)  # another day
+    await asyncio.to_thread(watch.comparison.run)  # another day
     assert len(await alerts(world)) == 2
     world.later(86_400)
     world.stores.publish(world.clock.us)
-    await asyncio.to_thread(watch._compare)  # the invoice's hour is out of the range now
-    assert len(await alerts(world)) == 2
+    await asyncio.to_thread(watch.comparison.run)  # out of the range, but Stripe is asked for all of the last months
+    assert len(await alerts(world)) == 3
+    world.later(3600)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch.comparison.run)  # once a day
+    assert "meterhouse_reconcile_differences 0.0" in telemetry.exposition().decode()
+
+
+async def test_stripe_away_keeps_no_other_book_from_being_compared(
+    world: World, stripe_double: StripeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "PAUSE_S", 0.0)
+    watch, telemetry = watching(world)
+    await exported(world)
+    event = world.request("acme", 10, 0, 5)
+    world.stores.journal.step([(event.event_id, (10, 0, 9, 0, 0, 0))])
+    world.later(3600)
+    world.stores.publish(world.clock.us)
+    stripe_double.faults.append(Fault("error_before", "GET /v1/invoices/.*", times=1))
+    await asyncio.to_thread(watch.comparison.run)
+    shown = telemetry.exposition().decode()
+    assert "meterhouse_reconcile_differences 1.0" in shown
+    assert "meterhouse_reconcile_missing 1.0" in shown
+    found = {alert["kind"]: alert["message"]["data"] for alert in await alerts(world)}
+    assert set(found) == {"reconcile.difference", "reconcile.incomplete"}
+    assert [one["between"] for one in found["reconcile.incomplete"]["missing"]] == ["invoice and payment provider"]
+    await asyncio.to_thread(watch.comparison.run)
+    assert "meterhouse_reconcile_missing 0.0" in telemetry.exposition().decode()
+
+
+async def test_hours_that_wait_for_a_gateway_that_is_gone_are_compared_once_it_is_removed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "PAUSE_S", 0.0)
+    watch, telemetry = watching(world)
+    await world.tenant()
+    world.stores.gateways.claim("gone", "a-lost-folder", world.clock.us, world.clock.us)
+    await asyncio.to_thread(watch.comparison.run)
+    event = world.request("acme", 10, 0, 5)
+    world.stores.journal.step([(event.event_id, (10, 0, 9, 0, 0, 0))])
+    world.later(3 * 86_400)
+    world.stores.publish(world.clock.us)
+    await asyncio.to_thread(watch.comparison.run)
+    (behind,) = await alerts(world)
+    assert behind["kind"] == AlertKind.NOT_COMPARED
+    assert behind["message"]["data"]["slowest_gateway"] == "gone"
+    await world.call("DELETE", "/gateways/gone", expect=204)
+    again, telemetry = watching(world)  # another process has what the first one noted
+    await asyncio.to_thread(again.comparison.run)
+    assert "meterhouse_reconcile_differences 1.0" in telemetry.exposition().decode()
+    assert f"meterhouse_reconcile_until_timestamp_seconds {hour_of(world.clock.us) // 1_000_000:.0f}" in _plain(
+        telemetry
+    )
+    assert [alert["kind"] for alert in await alerts(world)].count(AlertKind.RECONCILE) == 1
+
+
+def _plain(telemetry: Telemetry) -> str:
+    """The samples with whole numbers written out."""
+    lines = (line.rsplit(" ", 1) for line in telemetry.exposition().decode().splitlines() if not line.startswith("#"))
+    return "\n".join(f"{name} {float(value):.0f}" for name, value in lines)
+
+
+async def test_a_comparison_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, _ = watching(world)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the journal cannot be read")
+
+    monkeypatch.setattr(world.state.journal, "totals", broken)
+    for _ in range(2):
+        with pytest.raises(OSError, match="journal"):
+            await asyncio.to_thread(watch.comparison.run)
+    (alert,) = [one for one in await alerts(world) if "reason" in one["message"]["data"]]
+    assert (alert["kind"], alert["message"]["data"]["reason"]) == ("reconcile.incomplete", "the journal cannot be read")
 
 
 async def test_comparisons_wait_for_each_other(world: World) -> None:
