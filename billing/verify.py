@@ -805,6 +805,8 @@ def _check_lines(report: Report, document: JSON, events: Sequence[Event]) -> Non
         report.proven.append(f"its {len(said)} lines and its total are what the events cost by the prices in it")
     if any(line["kind"] == "adapter" for line in said):
         report.not_proven.append("for how long adapters stood: that is the seller's word")
+    if any(line["tiers"] for line in said):
+        report.not_proven.append("in which periods tiers, packages and minimums count: that is the seller's word")
     if document["late"]:
         report.not_proven.append("that what is late is on no earlier invoice: compare it with those it is late for")
     if document["booked"]:

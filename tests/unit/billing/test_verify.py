@@ -149,6 +149,8 @@ def test_what_was_invoiced_holds_whatever_the_prices(house: Any, tmp_path: Path,
         report = verify(case.invoice, case.read(tmp_path), case.receipts, case.keys)
         assert report.findings == []
         assert len(report.proven) == 4
+        tiered = any(line["tiers"] for line in case.invoice["document"]["lines"])
+        assert any("tiers" in one for one in report.not_proven) == tiered
         assert not any("adapters" in one for one in report.not_proven)
 
 
