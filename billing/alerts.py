@@ -40,6 +40,7 @@ class AlertKind(StrEnum):
 
     THRESHOLD = "budget.threshold_reached"
     EXHAUSTED = "balance.exhausted"
+    BUDGET_EXHAUSTED = "budget.exhausted"
     SPOOL_LAG = "spool.lag"
     RECONCILE = "reconcile.difference"
     EXPORT_FAILED = "export.failed"
@@ -254,7 +255,9 @@ class Alerts:
 def _alerts_of(row: StoredEvent, suspended: set[str]) -> list[tuple[AlertKind, str, dict[str, Any]]]:
     """What a row of the log is an alert of; `suspended` goes along."""
     if row.type in OF_LOG:
-        return [(OF_LOG[row.type], f"event:{row.seq}", {"event": row.seq, **_payload(row)})]
+        fact = _payload(row)
+        kind = AlertKind.BUDGET_EXHAUSTED if row.type == "quota.exhausted" and fact["budget"] else OF_LOG[row.type]
+        return [(kind, f"event:{row.seq}", {"event": row.seq, **fact})]
     if row.type in ("suspension.placed", "suspension.lifted"):
         fact, placed = _payload(row), row.type == "suspension.placed"
         if not fact.get("invoice_id"):

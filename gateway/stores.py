@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from billing.errors import BillingError
+from billing.errors import BillingError, NoSigningKey
 from billing.gateways import Gateways, GatewayTaken
 from billing.service import Billing
 from billing.signer import Signer
@@ -219,6 +219,13 @@ class Stores:
         """All usage that began earlier is stored, of every gateway, by what each has told."""
         return min((row.watermark_us for row in self.gateways.all()), default=self._clock_us())
 
+    def _publish_key(self) -> None:
+        """Early, so that a tenant who keeps the keys today can verify by them the first invoice that comes."""
+        try:
+            self.billing.publish_signing_key()
+        except NoSigningKey as error:  # requests need none; who makes an invoice final is told
+            log.error("signing_key_not_published", reason=str(error))
+
     def _start_drains(self, progress: Callable[[str], None], serves: bool) -> None:
         self.recorder = Drain(self.spool, "ledger", self.billing.record)
         self.recorder.start()
@@ -226,6 +233,7 @@ class Stores:
         self._catch_up(progress)
         if serves:
             self.billing.lease_as(self._settings.gateway_id, self.folder, expiry_s=self._settings.lease_expiry_s)
+            self._publish_key()
         else:
             self.billing.end_leases(self.folder)
         self.shipper = Shipper(

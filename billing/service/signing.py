@@ -1,7 +1,8 @@
 """Signing: the heads of final invoices, and the keys that sign them.
 
-A key is published in the transaction of the first invoice that it signs, or of its rotation; no signature stands in
-the ledger without its key. Raises `NoSigningKey` where this process has none that may sign.
+A key is published when a gateway begins to serve, by its rotation, or at the latest in the transaction of the first
+invoice that it signs; no signature stands in the ledger without its key. Raises `NoSigningKey` where this process has
+none that may sign.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ class SigningService(Shell):
         """Every key ever published, in that order."""
         with self._state:
             return list(self._books.signing_keys.by_id.values())
+
+    def publish_signing_key(self) -> None:
+        """Let tenants know this process's key before it signs for the first time; again does nothing."""
+        signer = self._own_signer()
+
+        def decide(time_us: int) -> tuple[list[NewEvent], None]:
+            key = self._usable(signer)
+            known = key.id in self._books.signing_keys.by_id
+            return [] if known else [self._publish(signer, key, time_us)[1]], None
+
+        self._command("publish_signing_key", None, type(None), decide)
 
     def rotate_signing_key(self, *, idempotency: Idempotency | None = None) -> PublicKey:
         """Let a new key take the place of this process's; safe to repeat after any failure."""

@@ -190,3 +190,12 @@ def test_a_draft_of_a_ledger_without_documents_is_made_final_unsigned(house: Any
     house.billing._books.invoices.by_id[invoice.id] = invoice
     assert house.billing.finalize_invoice(invoice.id).signed is None
     assert types(house)[-1] == "invoice.finalized"
+
+
+def test_a_key_is_published_once_before_it_signs(house: Any) -> None:
+    for _ in range(2):
+        house.billing.publish_signing_key()
+    (key,) = house.billing.signing_keys()
+    assert types(house).count("signing_key.published") == 1
+    assert final(house).head.key_id == key.key_id
+    assert types(house).count("signing_key.published") == 1

@@ -16,8 +16,10 @@ import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
 from billing.alerts import RETRIES_S, AlertKind, Alerts, AlertState, alert_id
+from billing.books import new_event
 from billing.duties import Duties, DutyLost
 from billing.errors import Conflict, NotFound
+from billing.ledger import QuotaExhausted
 from billing.service import Billing
 from billing.store import EventStore
 from gateway.alerting import RETRY_AFTER_MAX_S, Delivery, signer
@@ -279,6 +281,21 @@ def test_a_suspension_with_a_reason_is_an_alert_and_so_is_the_end_of_the_last_on
     told = [msgspec.json.decode(alert.body) for alert in reversed(desk.alerts.list())]
     assert sorted(one["type"] for one in told) == ["tenant.reactivated", "tenant.suspended", "tenant.suspended"]
     assert [one["data"]["reason"] for one in told if "reason" in one["data"]] == ["Abuse.", "Sorry."]
+
+
+def test_the_end_of_a_balance_and_that_of_a_budget_are_two_kinds(desk: Desk) -> None:
+    desk.billing.create_tenant(id="acme", name="Acme")
+    desk.follow()
+    for quota, budget in (("balance:acme", ""), ("budget:b-1:2026-11", "pilot")):
+        told_of = {"quota": quota, "tenant": "acme", "budget": budget}
+        fact = QuotaExhausted(**told_of, left_femto="0", currency="usd", at_us=desk.us)
+        desk.billing._command("test", None, type(None), lambda _, fact=fact: ([new_event("tenant:acme", fact)], None))
+    assert desk.follow() == 2
+    told = [msgspec.json.decode(alert.body) for alert in desk.alerts.list()]
+    assert {(one["type"], one["data"]["budget"]) for one in told} == {
+        ("balance.exhausted", ""),
+        ("budget.exhausted", "pilot"),
+    }
 
 
 def test_a_kill_between_alert_and_position_is_no_state(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
