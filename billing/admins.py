@@ -1,4 +1,4 @@
-"""Who may administer: named admin keys with a role each; and what is written down of a command that was refused.
+"""Who may administer: named admin keys with a role each; and what is written down of their acts.
 
 Pure: facts are folded in, look-ups come out. A key's secret is nowhere kept, only its SHA-256; the bootstrap key of the
 server's own file or setting is no fact and always an owner.
@@ -59,7 +59,14 @@ class CommandRefused(msgspec.Struct, frozen=True, kw_only=True, tag="admin.refus
     reason: str
 
 
-AdminFact = AdminKeyCreated | AdminKeyRevoked | CommandRefused
+class ActBegun(msgspec.Struct, frozen=True, kw_only=True, tag="admin.began"):
+    """Somebody with an admin key began what is no fact of this ledger; if it was refused, that is written behind."""
+
+    act: str  # such as gateway.remove
+    target: str  # the id of what it is done to; empty where there is none
+
+
+AdminFact = AdminKeyCreated | AdminKeyRevoked | CommandRefused | ActBegun
 
 
 def check_admin_key(name: str, role: str) -> Role:
@@ -86,7 +93,7 @@ class Admins:
                 self._of_secret[digest] = key.id
             case AdminKeyRevoked(key=key):
                 self.keys[key.id] = key
-            case CommandRefused():
+            case CommandRefused() | ActBegun():
                 pass
 
     def key(self, key_id: str) -> AdminKey:

@@ -18,7 +18,7 @@ from billing.accounts import (
     TenantCreated,
     TenantUpdated,
 )
-from billing.admins import AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
+from billing.admins import ActBegun, AdminFact, AdminKeyCreated, AdminKeyRevoked, Admins, CommandRefused
 from billing.budgets import CAP, BudgetFact, BudgetReached, BudgetRemoved, Budgets, BudgetSet
 from billing.charges import move
 from billing.daily import DailyCharges
@@ -160,7 +160,7 @@ class Books:
                 self.dunnings.apply(fact)
             case PriceSet():
                 self.prices.apply(fact)
-            case AdminKeyCreated() | AdminKeyRevoked() | CommandRefused():
+            case AdminKeyCreated() | AdminKeyRevoked() | CommandRefused() | ActBegun():
                 self.admins.apply(fact)
             case CostRateSet():
                 self.costs.apply(fact)

@@ -1,4 +1,4 @@
-"""Admin keys: the commands, the look-up, and the note of a command that was refused."""
+"""Admin keys: the commands, the look-up, and the notes of what was refused and of what was begun elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 
 import msgspec
 
-from billing.admins import AdminKey, AdminKeyCreated, AdminKeyRevoked, CommandRefused, check_admin_key
+from billing.admins import ActBegun, AdminKey, AdminKeyCreated, AdminKeyRevoked, CommandRefused, check_admin_key
 from billing.books import new_event
 from billing.service.shell import Idempotency, Shell, page
 from billing.store import NewEvent
@@ -66,6 +66,11 @@ class AdminService(Shell):
     def note_refused(self, refused: CommandRefused) -> None:
         """Write down that a command was not carried out, under the actor whose it was."""
         self._command("note_refused", None, int, lambda _: ([new_event(STREAM, refused)], 0))
+
+    def note_begun(self, begun: ActBegun, *, idempotency: Idempotency | None = None) -> None:
+        """Write down an act that is no command of this ledger, under the actor whose it is. Raises
+        `IdempotencyConflict`."""
+        self._command("note_begun", idempotency, int, lambda _: ([new_event(STREAM, begun)], 0))
 
 
 def _sha256(secret: str) -> str:

@@ -10,6 +10,7 @@ from litestar.params import FromPath, JSONBody, QueryParameter
 from msgspec import Meta
 
 from billing.alerts import Alert, AlertState
+from gateway.admin.acts import begin
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time
@@ -62,6 +63,7 @@ def list_alerts(
 @patch("/alerts/{alert_id:str}", sync_to_thread=True)
 def send_alert(alert_id: FromPath[str], data: JSONBody[AlertChange], admin: Admin) -> AlertView:
     """Send an alert again, under its id: a dead letter, or one that was lost behind the receiver."""
+    begin(admin, "alert.send", alert_id)
     return show_alert(admin.alerts.again(alert_id, admin.clock_us()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from litestar.params import FromPath
 from msgspec import Meta
 
 from billing.errors import Conflict
+from gateway.admin.acts import begin
 from gateway.admin.body import Fault, refuse
 from gateway.admin.paging import Page
 from gateway.admin.state import Admin, AdminState
@@ -91,6 +93,7 @@ async def put_archive(month: FromPath[str], admin: Admin) -> ArchiveView:
         raise Conflict(
             f"usage of this month may still be on its way: all that began before {format_time(stored.us)} is stored"
         )
+    await asyncio.to_thread(begin, admin, "archive.make", month)
     manifest = await admin.read(admin.retention.run, number)
     return _show(manifest, dropped=bool(manifest.parts))
 

@@ -12,6 +12,7 @@ from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
 from billing.service.shell import new_id
+from gateway.admin.acts import begin
 from gateway.admin.idempotency import Once
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time
@@ -64,9 +65,11 @@ def create_backup(data: JSONBody[BackupCreate], admin: Admin, idempotency: Once)
     """Begin a backup; ask for it by its id until it is done. 409 while one is taken, and for a folder with something
     in it."""
     if idempotency is None:
-        return show_backup(admin.backups.start(new_id("backup"), Path(data.path)))
-    named = hashlib.sha256(idempotency.key.encode()).hexdigest()[:24]
-    return show_backup(admin.backups.start(f"backup-{named}", Path(data.path)))
+        id = new_id("backup")
+    else:
+        id = f"backup-{hashlib.sha256(idempotency.key.encode()).hexdigest()[:24]}"
+    begin(admin, "backup.take", id, idempotency=idempotency)
+    return show_backup(admin.backups.start(id, Path(data.path)))
 
 
 @get("/backups/{backup_id:str}", sync_to_thread=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec import Meta
 from billing.automation import Automation, Failure
 from billing.errors import Conflict
 from billing.service.scheduling import Due
+from gateway.admin.acts import begin
 from gateway.admin.paging import Page
 from gateway.admin.state import Admin
 from gateway.admin.times import format_time
@@ -84,6 +86,7 @@ async def run_due(data: JSONBody[DueRun], admin: Admin) -> DueRunView:
 
     May be repeated. One tenant's failure does not keep the others. 409 while another gateway does it.
     """
+    await asyncio.to_thread(begin, admin, "invoices.run_due", data.mode)
     await admin.read(admin.flush, FLUSH_S)
     stored = await watermark(admin)
     outcome = await admin.read(admin.automation.run, Automation(data.mode), stored.us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from msgspec import Meta
 
 from billing.errors import Conflict
 from billing.gateways import GatewayRow
+from gateway.admin.acts import begin
 from gateway.admin.paging import Page
 from gateway.admin.state import Admin, AdminState
 from gateway.admin.times import format_time
@@ -67,6 +69,7 @@ async def adopt_gateway(gateway_id: FromPath[str], data: JSONBody[GatewayAdopt],
 
     May be repeated: nothing is settled or counted twice.
     """
+    await asyncio.to_thread(begin, admin, "gateway.adopt", gateway_id)
     adopted = await admin.read(
         adopt,
         gateway_id,
@@ -87,6 +90,7 @@ def remove_gateway(gateway_id: FromPath[str], admin: Admin) -> None:
     """
     if any(row.id == gateway_id and row.folder == admin.folder for row in admin.gateways.all()):
         raise Conflict("this is the gateway that answers: it removes itself when it stops with everything stored")
+    begin(admin, "gateway.remove", gateway_id)
     admin.gateways.remove(gateway_id, admin.clock_us())
 
 

@@ -10,6 +10,7 @@ from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 
 from billing.meter_rejects import Reject
+from gateway.admin.acts import begin
 from gateway.admin.invoices import InvoiceView, show_invoice
 from gateway.admin.paging import DEFAULT_LIMIT, After, Limit, Page, page
 from gateway.admin.state import Admin
@@ -88,12 +89,14 @@ def list_put_aside(admin: Admin, limit: Limit = DEFAULT_LIMIT, after: After = No
 @patch("/meters/events/{identifier:str}", sync_to_thread=True)
 def decide_put_aside(identifier: FromPath[str], data: JSONBody[Decision], admin: Admin) -> RejectView:
     """Decide on one that was put aside: after a look at Stripe's own list of its events, when that is unsure."""
+    begin(admin, "meter_event.send" if data.send else "meter_event.leave", identifier)
     return show_reject(admin.meters.resolve(identifier, send=data.send))
 
 
 @patch("/stripe/invoices", sync_to_thread=True)
 def sync_invoices(admin: Admin) -> Moved:
     """Let every exported invoice catch up with what Stripe has now, should a message of Stripe's have been lost."""
+    begin(admin, "stripe.catch_up")
     return Moved(
         data=[show_invoice(invoice, admin.billing) for invoice in admin.billing.sync_invoices(admin.exporter.look)]
     )

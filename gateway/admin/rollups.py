@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
 from litestar import Router, get, put
 from litestar.params import JSONBody, QueryParameter
 
+from gateway.admin.acts import begin
 from gateway.admin.body import Fault
 from gateway.admin.fields import TimeText, time_fault
 from gateway.admin.paging import Page
@@ -80,6 +82,7 @@ async def get_drift(
 async def rebuild(data: JSONBody[RollupRange], admin: Admin) -> RebuiltView:
     """Forget the sums of these hours and make them anew from the events. May be repeated."""
     hours = _hours(parse_time(data.start), parse_time(data.end))
+    await asyncio.to_thread(begin, admin, "rollups.rebuild", "/".join(format_time(hour_us) for hour_us in hours))
     return RebuiltView(hours=await admin.read(admin.usage.rollups.rebuild, *hours))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ import pytest
 from litestar.routes import HTTPRoute
 
 from billing.admins import Role
+from billing.service import Billing
 from gateway import paths
 from gateway.admin import refusals
 from gateway.admin.guard import READING_POSTS, READS, may
@@ -197,3 +200,73 @@ def _plan(world: World) -> list[Any]:
     )
     with world.stores.events.connected() as connection:
         return list(connection.exec_driver_sql(sql))
+
+
+CHANGES_NOTHING = {"simulate": "reads a body, changes nothing (READING_POSTS)"}
+
+
+def test_every_route_that_changes_something_leaves_an_event(world: World) -> None:
+    """By a command of the ledger, or by `begin`; what a handler reaches is read from its code."""
+    commands = {name for name in dir(Billing) if reaches(getattr(Billing, name), {"_command"}, inside=Billing)}
+    assert {"create_tenant", "release_exports", "note_begun"} <= commands
+    assert not {"tenant", "admin_keys", "held_after_restore"} & commands
+    handlers = {
+        getattr(handler.fn, "func", handler.fn)  # litestar wraps what runs on a thread
+        for route in world.app.routes
+        if isinstance(route, HTTPRoute)
+        for handler in route.route_handlers
+        if not handler.http_methods <= READS
+    }
+    assert len(handlers) > 30
+    silent = {fn.__name__ for fn in handlers if not reaches(fn, commands | {"begin"})}
+    assert silent == set(CHANGES_NOTHING)
+
+
+def reaches(fn: Any, wanted: set[str], inside: type | None = None, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether `fn` names one of `wanted`, itself or by what it calls: its module's functions, or `inside`'s methods."""
+    if not isinstance(fn, FunctionType) or fn.__name__ in seen:
+        return False
+    named, codes = set[str](), [fn.__code__]
+    while codes:
+        code = codes.pop()
+        named.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    if named & wanted:
+        return True
+    called = [getattr(inside, name, None) if inside else fn.__globals__.get(name) for name in named]
+    ours = [one for one in called if getattr(one, "__module__", "").startswith(("gateway.admin", "billing.service"))]
+    return any(reaches(one, wanted, inside, seen | {fn.__name__}) for one in ours)
+
+
+async def test_an_act_beside_the_ledger_is_one_event_under_its_actor(world: World, tmp_path: Path) -> None:
+    key, anna = await made(world, "anna", "owner")
+    again = {"idempotency-key": "nightly"}
+    world.stores.gateways.claim("lost", "elsewhere", world.clock.us, world.clock.us)
+    world.later(60)
+    hours = {"start": "2026-11-18T11:30:00Z", "end": "2026-11-18T11:30:01Z"}
+    backup = {"path": str(tmp_path / "backup")}
+    acts: list[tuple[str, str, Any, int, str]] = [
+        ("PATCH", "/meters/events/e1:prompt", {"send": True}, 404, "meter_event.send"),
+        ("PATCH", "/meters/events/e1:prompt", {"send": False}, 404, "meter_event.leave"),
+        ("PATCH", "/stripe/invoices", None, 200, "stripe.catch_up"),
+        ("PUT", "/gateways/lost/adoption", {"path": str(tmp_path)}, 409, "gateway.adopt"),
+        ("DELETE", "/gateways/lost", None, 204, "gateway.remove"),
+        ("PUT", "/archives/2026-09", None, 200, "archive.make"),
+        ("PUT", "/rollups", hours, 200, "rollups.rebuild"),
+        ("PATCH", "/alerts/a1", {"state": "pending"}, 409, "alert.send"),
+        ("PATCH", "/invoices/due", {"mode": "draft"}, 200, "invoices.run_due"),
+        ("POST", "/usage/rate", None, 200, "usage.rate"),
+        ("POST", "/backups", backup, 201, "backup.take"),
+    ]
+    for method, path, body, status, act in acts:
+        answer = await anna.client.request(method, path, json=body, headers=again if path == "/backups" else None)
+        assert answer.status_code == status, (act, answer.text)
+    assert await anna.status("POST", "/backups", backup, **again) == 201  # the same one
+    found = (await audit(world, kind="admin.began"))[::-1]
+    assert [(one["detail"]["act"], one["actor"]) for one in found] == [(act[-1], f"admin:{key['id']}") for act in acts]
+    targets = {one["detail"]["act"]: one["detail"]["target"] for one in found}
+    assert (targets["gateway.adopt"], targets["archive.make"], targets["alert.send"]) == ("lost", "2026-09", "a1")
+    assert targets["rollups.rebuild"] == "2026-11-18T11:00:00Z/2026-11-18T12:00:00Z"
+    assert str(tmp_path) not in str(found)
+    await world.call("DELETE", "/gateways/gw0", expect=409)  # refused before it began
+    assert len(await audit(world, kind="admin.began")) == len(acts)
