@@ -122,6 +122,7 @@ class MeterExport:
         again later."""
         if self._idle():
             return Progress(delivered=0, put_aside=0, done_seq=0)
+        self._check_released()
         duty = self._duties.take(DUTY, self._holder, self._clock_us(), LEASE_US)
         if duty is None:
             return None
@@ -159,6 +160,7 @@ class MeterExport:
         `ExportError`."""
         reject = self._rejects.find(identifier)
         if send:
+            self._check_released()
             self._prepare([reject.unit])
             self._send(reject.unit)
             self._rejects.drop([identifier])
@@ -191,6 +193,11 @@ class MeterExport:
         return ""
 
     # -- whose charges ----------------------------------------------------------------------------
+
+    def _check_released(self) -> None:
+        """Raise `ExportError` while nobody has looked since a restore at what had been sent."""
+        if refusal := self._billing.meter_refusal():
+            raise ExportError(refusal)
 
     def _idle(self) -> bool:
         """Whether there is nothing to deliver, to switch or to try again; asks the ledger's database, not Stripe."""

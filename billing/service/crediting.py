@@ -176,6 +176,8 @@ class CreditNoteService(ExportService):
                 raise Conflict(f"its invoice goes to the payment provider first; this one is {invoice.status}")
             if note.export_started_us is not None:
                 return [], note
+            if refusal := self._books.restorations.note_refusal(note):
+                raise Conflict(refusal)
             fact = CreditNoteExportStarted(note_id=note_id, at_us=time_us)
             return [new_event(f"invoice:{note.invoice_id}", fact)], note
 

@@ -15,7 +15,7 @@ class RestoreService(Shell):
     """Whether somebody has looked, since this ledger was restored, at what it does not know."""
 
     def held_after_restore(self) -> LedgerRestored | None:
-        """The restore for which invoices are held back; None where none are."""
+        """The restore for which exports are held back; None where none are."""
         with self._state:
             return self._books.restorations.held
 
@@ -24,8 +24,13 @@ class RestoreService(Shell):
         with self._state:
             return self._books.restorations.refusal(invoice)
 
+    def meter_refusal(self) -> str:
+        """Why nothing may go to meters yet; empty: it may."""
+        with self._state:
+            return self._books.restorations.meter_refusal()
+
     def release_exports(self, *, idempotency: Idempotency | None = None) -> bool:
-        """Let invoices go that were held back; False where none were."""
+        """Let go what was held back; False where none were."""
 
         def decide(_: int) -> tuple[list[NewEvent], bool]:
             held = self._books.restorations.held

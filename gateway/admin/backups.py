@@ -79,7 +79,8 @@ def get_backup(backup_id: FromPath[str], admin: Admin) -> BackupView:
 
 
 class HoldView(msgspec.Struct, kw_only=True):
-    """Whether invoices are held back since a restore: those drafted after it for periods that began before it."""
+    """Whether exports are held back since a restore: invoices drafted after it for periods that began before it, credit
+    notes issued after it, and usage on its way to meters."""
 
     held: bool
     backup: str | None
@@ -89,7 +90,7 @@ class HoldView(msgspec.Struct, kw_only=True):
 
 @get("/stripe/hold", sync_to_thread=True)
 def get_hold(admin: Admin) -> HoldView:
-    """Show whether invoices are held back because the ledger was restored from a backup."""
+    """Show whether exports are held back because the ledger was restored from a backup."""
     held = admin.billing.held_after_restore()
     return HoldView(
         held=held is not None,

@@ -56,7 +56,7 @@ def stripe_sync(api: AdminClient, printer: Printer) -> None:
 @stripe.command("release")
 @admin
 def release(api: AdminClient, printer: Printer) -> None:
-    """After a restore: let invoices go whose periods were looked for in Stripe."""
+    """After a restore: let invoices, credit notes and metered usage go, once they were looked for in Stripe."""
     before = api.get("/stripe/hold")
     api.delete("/stripe/hold")
     printer.show({**before, "held": False}, HOLD)

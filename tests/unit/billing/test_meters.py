@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from billing.books import new_event
 from billing.errors import ExportError, NotFound
 from billing.line import InvoiceLine, LineKind
 from billing.meter_events import METERS, event_name, identifier
 from billing.meter_rejects import LEFT, REFUSED, UNSURE, WAITING
 from billing.meters import MeterExport, Progress
 from billing.modes import ExportMode
+from billing.restorations import LedgerRestored
 from billing.store import EventStore
 from billing.stripe import StripeExporter
 from billing.stripe_calls import StripeRefused, StripeUnavailable
@@ -113,6 +115,21 @@ def test_every_class_of_every_charge_is_told_at_its_time(works: Works) -> None:
         identifier(event.event_id, kind) for kind in ("prompt", "cached", "completion")
     }
     assert works.run().delivered == 0
+
+
+def test_after_a_restore_nothing_is_sent_until_somebody_has_looked(works: Works) -> None:
+    begun(works, 2)
+    billing, now_us = works.house.billing, works.house.clock.now_us
+    restored = LedgerRestored(backup_id="backup-1", instant_us=now_us, seq=1, at_us=now_us)
+    with works.house.billing._store.exclusive() as log:
+        log.append([new_event("ledger", restored)], actor="restore", time_us=now_us)
+    billing.refresh()
+    with pytest.raises(ExportError, match="stripe release"):
+        works.run()
+    assert works.at_stripe() == {}
+    billing.release_exports()
+    works.run()
+    assert works.at_stripe() == works.used()
 
 
 def test_an_identifier_is_short_and_its_own() -> None:

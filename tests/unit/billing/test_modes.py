@@ -29,6 +29,7 @@ class Desk:
     def __init__(self, works: Works) -> None:
         self.works, self.house = works, works.house
         self.invoices: list[str] = []
+        self.since_us: int = self.house.clock.now_us - 300 * HOUR_US
 
     @property
     def billing(self) -> Billing:
@@ -40,13 +41,18 @@ class Desk:
         self.works.run(mode=mode)
 
     def cut(self) -> Invoice:
-        """All time that no invoice has, up to now."""
+        """All time that no invoice has, up to now: the last stretch's invoice."""
         standing = [one for one in self.billing.invoices("acme") if one.status != "void"]
-        start_us = max((one.period_end_us for one in standing), default=self.house.clock.now_us - 300 * HOUR_US)
-        end_us = self.house.clock()
-        invoice = self.billing.draft_invoice(
-            "acme", start_us, end_us, usage=self.house.shelf, watermark_us=self.house.clock()
-        )
+        starts_us, gaps = self.since_us, []
+        for one in sorted(standing, key=lambda invoice: invoice.period_start_us):
+            if starts_us < one.period_start_us:  # the invoice of that time was voided
+                gaps.append((starts_us, one.period_start_us))
+            starts_us = one.period_end_us
+        return [self._cut(*gap) for gap in (*gaps, (starts_us, self.house.clock()))][-1]
+
+    def _cut(self, start_us: int, end_us: int) -> Invoice:
+        shelf, now_us = self.house.shelf, self.house.clock()
+        invoice = self.billing.draft_invoice("acme", start_us, end_us, usage=shelf, watermark_us=now_us)
         self.billing.finalize_invoice(invoice.id)
         self.invoices.append(invoice.id)
         return invoice

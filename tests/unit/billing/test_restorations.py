@@ -7,6 +7,7 @@ import pytest
 
 from billing.books import fact_of, new_event
 from billing.invoice import Invoice, InvoiceStatus
+from billing.notes import CreditNote, Way
 from billing.restorations import ExportsReleased, LedgerRestored, Restorations
 from billing.store import StoredEvent
 
@@ -47,6 +48,28 @@ def test_what_may_have_been_invoiced_in_between_is_held_back(cut_seq: int, perio
     assert bool(restorations.refusal(invoice(cut_seq, period_start_us))) == held
     restorations.apply(ExportsReleased(backup_id="backup-1"))
     assert restorations.refusal(invoice(cut_seq, period_start_us)) == ""
+
+
+@pytest.mark.parametrize(("created_us", "held"), [(1999, False), (2000, True)])
+def test_a_credit_note_issued_after_a_restore_is_held_back(created_us: int, held: bool) -> None:
+    note = CreditNote(
+        id="note-1",
+        number="invoice-1-CN1",
+        invoice_id="invoice-1",
+        tenant="acme",
+        currency="usd",
+        amount_minor=5,
+        tax_minor=0,
+        reason="r",
+        way=Way.BALANCE,
+        created_us=created_us,
+    )
+    restorations = Restorations()
+    assert restorations.note_refusal(note) == ""
+    restorations.apply(RESTORED)
+    assert bool(restorations.note_refusal(note)) == held
+    restorations.apply(ExportsReleased(backup_id="backup-1"))
+    assert restorations.note_refusal(note) == ""
 
 
 @pytest.mark.parametrize("fact", [RESTORED, ExportsReleased(backup_id="backup-1")])
