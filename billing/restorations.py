@@ -17,7 +17,7 @@ import msgspec
 from billing.invoice import Invoice
 from billing.notes import CreditNote
 
-LOOK = "look in Stripe, then run `meterhouse stripe release`"
+LOOK = "look for it in Stripe, then run `meterhouse stripe release`"
 
 
 class LedgerRestored(msgspec.Struct, frozen=True, kw_only=True, tag="ledger.restored"):

@@ -243,6 +243,8 @@ class UsageStore:
             )
         elif dropped:
             return self._read_usage(tenant, start_us, end_us, bucket, names, filters, most)
+        if most is not None and not self.cluster:
+            query = queries.stopped(query, most)
         try:
             rows = self._query(query)
         except StoreUnavailable as error:

@@ -209,13 +209,17 @@ def usage(
 
 
 def at_most(rows: int | None) -> str:
-    """Behind a query that groups: so many rows and one, and an error as soon as the store holds more groups than that.
+    """Behind a query that groups: so many rows and one."""
+    return "" if rows is None else f" LIMIT {rows + 1:d}"
 
-    Without it, the store (which may be in this process) holds every group there is before it gives the first.
+
+def stopped(query: Query, rows: int) -> Query:
+    """An error as soon as the store holds more groups than that.
+
+    Without it, the store (which may be in this process) holds every group there is before it gives the first. Not for
+    tables that are spread over a cluster: a shard that throws in the middle takes its server down (26.7).
     """
-    if rows is None:
-        return ""
-    return f" LIMIT {rows + 1:d} SETTINGS max_rows_to_group_by = {rows:d}, group_by_overflow_mode = 'throw'"
+    return query._replace(sql=f"{query.sql} SETTINGS max_rows_to_group_by = {rows:d}, group_by_overflow_mode = 'throw'")
 
 
 def checked_groups(

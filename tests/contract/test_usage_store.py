@@ -346,7 +346,9 @@ def test_usage_of_more_groups_than_are_taken_is_refused_by_the_store_itself(stor
                 store.usage(**asked, group_by=[name], most=39)
             if not summed:
                 store.rollups.roll()
-    query = queries.usage(None, 0, 1 << 61, "month", ["user"], most=9)
+    if store.cluster:
+        return
+    query = queries.stopped(queries.usage(None, 0, 1 << 61, "month", ["user"], most=9), 9)
     with pytest.raises(StoreUnavailable) as caught:
         store._query(query._replace(sql=query.sql.replace("LIMIT 10", "LIMIT 100")))
     assert getattr(caught.value.__cause__, "code", None) == 158, "it stops: it does not only give less"
