@@ -6,15 +6,15 @@ from gateway.admin.times import format_time
 from tests.unit.admin.conftest import START_US, World
 
 
-async def test_an_invoice_made_final_publishes_the_key_and_a_rotation_retires_it(world: World) -> None:
+async def test_the_key_is_published_from_the_start_and_a_rotation_retires_it(world: World) -> None:
     await world.tenant()
     world.request("acme")
     world.later(60)
     body = {"tenant": "acme", "period_start": format_time(START_US), "period_end": format_time(world.clock.us)}
     made = await world.post("/invoices", body)
-    assert (await world.get("/signing-keys"))["data"] == []
-    await world.post(f"/invoices/{made['id']}/finalize", expect=200)
     (first,) = (await world.get("/signing-keys"))["data"]
+    await world.post(f"/invoices/{made['id']}/finalize", expect=200)
+    assert (await world.get("/signing-keys"))["data"] == [first]
     assert (first["this"], first["retired_at"]) == (True, None)
     rotated = await world.post("/signing-keys", headers={"idempotency-key": "once"})
     assert await world.post("/signing-keys", headers={"idempotency-key": "once"}) == rotated
