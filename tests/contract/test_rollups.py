@@ -1,4 +1,4 @@
-"""The hourly sums, against chDB and a ClickHouse server: what is read with them is what the events say, always."""
+"""The hourly sums, against chDB and ClickHouse servers: what is read with them is what the events say, always."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ from tests.fixtures.clickhouse import behind
 EVER_US = 1 << 61
 
 
-@pytest.fixture(params=["chdb", "server", "cluster"])
+@pytest.fixture(params=["chdb", "cluster"])
 def url(request: pytest.FixtureRequest) -> str:
     """Of a migrated, empty store."""
     if request.param == "chdb":
         request.getfixturevalue("usage_store").close()
         return str(request.getfixturevalue("chdb_url"))
-    if request.param == "cluster":
-        return str(request.getfixturevalue("cluster_url"))
-    request.getfixturevalue("server_store")
-    return str(request.getfixturevalue("server_url"))
+    return str(request.getfixturevalue("cluster_url"))
 
 
 @pytest.fixture

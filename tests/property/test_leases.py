@@ -278,4 +278,4 @@ class Gateways(RuleBasedStateMachine):
 
 def test_nothing_is_committed_that_is_not_left(sqlite_template: Path) -> None:
     machine: Any = type("Machine", (Gateways,), {"template": sqlite_template})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
