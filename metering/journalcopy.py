@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from metering.counts import CountRow, Counts, CountsTuple, add_rows, hour_of
+from metering.counts import CountRow, Counts, CountsTuple, add_rows, row_of
 from metering.disk import fsync
 from metering.events import UsageEvent
 from metering.segments import FORMAT, Carried, Header, OpenedRecord, record_frame, segment_path
@@ -33,20 +33,10 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
 
     def ended(self, events: dict[str, UsageEvent]) -> JournalCopy:
         """The copy as the journal was a moment later, when these of its open requests (id → event) had ended."""
-        rows = [
-            CountRow(
-                event.tenant,
-                event.model,
-                hour_of(event.ts_us),
-                1,
-                event.prompt_tokens,
-                event.cached_tokens,
-                event.completion_tokens,
-            )
-            for event in events.values()
-        ]
         left = [request for request in self.open if request.opened.event_id not in events]
-        return msgspec.structs.replace(self, settled=add_rows([*self.settled, *rows]), open=left)
+        return msgspec.structs.replace(
+            self, settled=add_rows([*self.settled, *map(row_of, events.values())]), open=left
+        )
 
 
 def write_journal(folder: Path, copy: JournalCopy) -> None:
